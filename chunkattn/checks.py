@@ -1,0 +1,133 @@
+"""Argument checks of the public functions. Every message reads "`name` must ..., got ..."."""
+
+import os
+from typing import Any
+
+import torch
+
+POOL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def refuse(name: str, must: str, got: object) -> ValueError:
+    return ValueError(f"`{name}` must {must}, got {got}")
+
+
+def check_tensor(
+    name: str, tensor: Any, dims: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Type, rank, dtype, and a last dimension without gaps where rows are read."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dim() not in dims:
+        ranks = " or ".join(f"{d}-D" for d in dims)
+        raise refuse(name, f"be {ranks}", f"shape {tuple(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TypeError(f"`{name}` must have one of the dtypes {names}, got {tensor.dtype}")
+    if tensor.dim() >= 3 and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise refuse(name, "have stride 1 in its last dimension", f"strides {tensor.stride()}")
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], because: str) -> None:
+    if tuple(tensor.shape) != shape:
+        raise refuse(name, f"have shape {shape} ({because})", tuple(tensor.shape))
+
+
+def check_device(device: torch.device, **tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise refuse(name, f"be on {device}, where `key_pool` is", tensor.device)
+
+
+def check_pools(key_pool: Any, value_pool: Any, dims: tuple[int, ...]) -> None:
+    for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
+        if isinstance(pool, torch.Tensor) and pool.dtype in (
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+        ):
+            raise NotImplementedError(
+                f"`{name}` must be float32, float16 or bfloat16, got {pool.dtype}"
+            )
+        check_tensor(name, pool, dims, POOL_DTYPES)
+    check_shape("value_pool", value_pool, tuple(key_pool.shape), "that of `key_pool`")
+    if value_pool.dtype != key_pool.dtype:
+        raise TypeError(
+            f"`value_pool` must have the dtype of `key_pool`, {key_pool.dtype}, "
+            f"got {value_pool.dtype}"
+        )
+    if key_pool.dim() == 4 and key_pool.shape[1] == 0:
+        raise refuse(
+            "key_pool", "have blocks of at least one slot", f"shape {tuple(key_pool.shape)}"
+        )
+
+
+def check_scales(dtype: torch.dtype, **scales: object) -> None:
+    for name, scale in scales.items():
+        if scale is not None:
+            raise refuse(name, f"be None for a pool of {dtype}: only fp8 pools have scales", scale)
+
+
+def check_key_value(prefix: str, key: Any, value: Any, heads: int, head_size: int) -> None:
+    key_name, value_name = f"key{prefix}", f"value{prefix}"
+    check_tensor(key_name, key, (3,), POOL_DTYPES)
+    check_tensor(value_name, value, (3,), POOL_DTYPES)
+    check_shape(
+        key_name,
+        key,
+        (key.shape[0], heads, head_size),
+        "num_tokens, and the pool's heads and head size",
+    )
+    check_shape(value_name, value, tuple(key.shape), f"that of `{key_name}`")
+    if value.dtype != key.dtype:
+        raise TypeError(
+            f"`{value_name}` must have the dtype of `{key_name}`, {key.dtype}, got {value.dtype}"
+        )
+
+
+def check_start_loc(name: str, start_loc: Any, num_seqs: int) -> None:
+    check_tensor(name, start_loc, (1,), INDEX_DTYPES)
+    check_shape(name, start_loc, (num_seqs + 1,), "num_seqs + 1")
+
+
+def values_visible(device: torch.device) -> bool:
+    """Whether values may be looked at: always on the CPU, on a GPU (where it costs a sync) only
+    when debugging.
+    """
+    return device.type == "cpu" or os.environ.get("CHUNKATTN_DEBUG", "0") == "1"
+
+
+def check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
+    written = slot_mapping[slot_mapping >= 0]
+    if written.numel() == 0:
+        return
+    if int(written.max()) >= num_slots:
+        raise refuse("slot_mapping", f"stay below the pool's {num_slots} slots", int(written.max()))
+    if written.unique().numel() != written.numel():
+        raise refuse("slot_mapping", "name each slot at most once", slot_mapping.tolist())
+
+
+def check_start_loc_values(name: str, start_loc: torch.Tensor, num_rows: int) -> None:
+    values = start_loc.tolist()
+    if values[0] != 0 or values[-1] != num_rows or values != sorted(values):
+        raise refuse(name, f"rise from 0 to {num_rows}, the number of rows", values)
+
+
+def check_table_values(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, num_blocks: int, block_size: int
+) -> None:
+    capacity = block_table.shape[1] * block_size
+    for seq, seq_len in enumerate(seq_lens.tolist()):
+        if not 0 <= seq_len <= capacity:
+            raise refuse(
+                "seq_lens",
+                f"be between 0 and {capacity}, what the {block_table.shape[1]} entries hold",
+                seq_len,
+            )
+        used = block_table[seq, : -(-seq_len // block_size)]
+        if used.numel() and (int(used.min()) < 0 or int(used.max()) >= num_blocks):
+            raise refuse(
+                "block_table",
+                f"name blocks from 0 to {num_blocks - 1} for {seq_len} rows",
+                used.tolist(),
+            )

@@ -1,0 +1,1 @@
+"""Plug-ins that connect chunkattn to a serving framework; each imports its framework itself."""
