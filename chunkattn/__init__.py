@@ -1,0 +1,69 @@
+"""Paged attention and a K/V window for chunk-wise autoregressive video and world models."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from chunkattn.cache import ARDiffusionKVCache as ARDiffusionKVCache
+    from chunkattn.config import ARDiffusionKVConfig as ARDiffusionKVConfig
+    from chunkattn.errors import ChunkAttnError as ChunkAttnError
+    from chunkattn.errors import LifecycleError as LifecycleError
+    from chunkattn.errors import MissingDependencyError as MissingDependencyError
+    from chunkattn.errors import PoolExhaustedError as PoolExhaustedError
+    from chunkattn.errors import StaleContextError as StaleContextError
+    from chunkattn.manager import ARDiffusionRequestAdapter as ARDiffusionRequestAdapter
+    from chunkattn.manager import ChunkWindowManager as ChunkWindowManager
+    from chunkattn.manager import ChunkWindowSpec as ChunkWindowSpec
+    from chunkattn.manager import build_kv_manager as build_kv_manager
+    from chunkattn.ops import paged_window_attention as paged_window_attention
+    from chunkattn.ops import scatter_kv as scatter_kv
+    from chunkattn.pool import allocate_kv_pool_with_views as allocate_kv_pool_with_views
+    from chunkattn.pool import chunk_slot_mapping as chunk_slot_mapping
+    from chunkattn.pool import compute_num_blocks as compute_num_blocks
+    from chunkattn.pool import compute_slot_mapping as compute_slot_mapping
+    from chunkattn.pool import pool_write_chunk as pool_write_chunk
+    from chunkattn.pool import resident_block_ids as resident_block_ids
+    from chunkattn.session import ForwardContext as ForwardContext
+    from chunkattn.session import Session as Session
+    from chunkattn.window import chunk_window_skipped_tokens as chunk_window_skipped_tokens
+
+_MODULE_OF = {
+    "ARDiffusionKVConfig": "config",
+    "ChunkAttnError": "errors",
+    "LifecycleError": "errors",
+    "MissingDependencyError": "errors",
+    "PoolExhaustedError": "errors",
+    "StaleContextError": "errors",
+    "ARDiffusionKVCache": "cache",
+    "ARDiffusionRequestAdapter": "manager",
+    "ChunkWindowManager": "manager",
+    "ChunkWindowSpec": "manager",
+    "build_kv_manager": "manager",
+    "paged_window_attention": "ops",
+    "scatter_kv": "ops",
+    "allocate_kv_pool_with_views": "pool",
+    "chunk_slot_mapping": "pool",
+    "compute_num_blocks": "pool",
+    "compute_slot_mapping": "pool",
+    "pool_write_chunk": "pool",
+    "resident_block_ids": "pool",
+    "ForwardContext": "session",
+    "Session": "session",
+    "chunk_window_skipped_tokens": "window",
+}
+__all__ = ["__version__", *_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for: `import chunkattn` stays light."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

