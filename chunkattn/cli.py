@@ -1,6 +1,7 @@
-"""The command line: ``chunkattn demo``."""
+"""The command line: ``chunkattn demo`` and ``chunkattn aot``."""
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -9,6 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from chunkattn.presets import PRESETS
+
+AOT_ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+AOT_PRESETS = ("dreamzero_14b", "lingbot_world_v2")
 DEMO_PACKAGES = ("vllm", "vllm_omni", "matplotlib", "rich")
 DEMO_SIZE: dict[str, Any] = {"layers": 2, "grid": (22, 40)}
 DEMO_SIZE_INTERPRETED: dict[str, Any] = {"layers": 1, "grid": (4, 6)}
@@ -27,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="chunkattn", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
+    _add_aot(commands)
     args = parser.parse_args(argv)
     status: int = args.run(args)
     return status
@@ -77,6 +83,82 @@ def _add_demo(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the report, not the table")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     parser.set_defaults(run=_demo)
+
+
+def _add_aot(commands: Any) -> None:
+    parser = commands.add_parser(
+        "aot",
+        help="compile the kernels for GPUs that need not be there, and count",
+        description=(
+            "Compile every kernel for other machines' GPUs and print registers, stack, shared "
+            "memory and the instructions of each loop with matrix instructions. Needs no GPU."
+        ),
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--arch", nargs="+", default=list(AOT_ARCHS), metavar="sm_90", help="GPUs")
+    parser.add_argument(
+        "--preset",
+        nargs="+",
+        choices=sorted(PRESETS),
+        default=list(AOT_PRESETS),
+        metavar="NAME",
+        help="models whose shapes to compile",
+    )
+    parser.add_argument("--json", action="store_true", help="print rows as JSON, not a table")
+    parser.set_defaults(run=_aot)
+
+
+def _aot(args: argparse.Namespace) -> int:
+    missing = [name for name in ("triton", "rich") if not _is_installed(name)]
+    if missing:
+        print(
+            f"chunkattn aot needs {', '.join(missing)}: pip install 'chunkattn[demo]'",
+            file=sys.stderr,
+        )
+        return 2
+    wrong = [arch for arch in args.arch if arch not in AOT_ARCHS]
+    if wrong:
+        print(
+            f"`--arch` must be of {', '.join(AOT_ARCHS)}, got {', '.join(wrong)}", file=sys.stderr
+        )
+        return 2
+    os.environ.pop(
+        "TRITON_INTERPRET", None
+    )  # read when triton is imported: compile, do not interpret
+
+    from rich.console import Console
+    from rich.progress import track
+    from rich.table import Table
+
+    from chunkattn import aot
+
+    jobs = aot.jobs(args.arch, args.preset)
+    rows = [
+        dataclasses.asdict(job())
+        for job in track(jobs, "compiling", console=Console(stderr=True), transient=True)
+    ]
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    table = Table(
+        title="instructions a warp of each loop; "
+        + ", ".join(map(" ".join, aot.versions().items()))
+    )
+    for heading in ("kernel", "arch", "block", "tile", "regs", "stack", "full", "tail", "rest"):
+        table.add_column(heading, justify="left" if heading in ("kernel", "arch") else "right")
+    for row in rows:
+        loops = {loop["role"]: str(loop["instructions"]) for loop in row["loops"]}
+        table.add_row(
+            row["kernel"],
+            row["arch"],
+            str(row["block_size"]),
+            f"{row['block_m']}x{row['block_n']}",
+            str(row["registers"]),
+            str(row["stack_bytes"]),
+            *(loops.get(role, "") for role in ("full", "tail", "rest")),
+        )
+    Console().print(table)
+    return 0
 
 
 def _positive(text: str) -> int:

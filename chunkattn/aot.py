@@ -1,0 +1,251 @@
+"""What the compiler makes of the kernels, without a GPU: registers, stack, instructions a loop.
+
+Triton compiles for any target on any machine, and its wheel ships ``cuobjdump``. The counts are
+exact and repeatable for one Triton version, so they are the performance evidence of a machine that
+has no GPU.
+"""
+
+import collections
+import dataclasses
+import functools
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chunkattn.presets import get_preset
+
+_MMA = ("HGMMA", "HMMA", "UTCHMMA")
+_STRIDE_1_ARGUMENTS = ("stride_table_block", "stride_slot_mapping")
+_POINTER_TYPES = {
+    "block_table_ptr": "*i32",
+    "seq_lens_ptr": "*i32",
+    "query_start_loc_ptr": "*i32",
+    "slot_mapping_ptr": "*i32",
+    "lse_ptr": "*fp32",
+}
+
+
+@dataclasses.dataclass
+class Loop:
+    """One innermost loop with matrix instructions, in the order of the code."""
+
+    role: str
+    instructions: int
+    mma: int
+    tma: int
+    async_copies: int
+
+
+@dataclasses.dataclass
+class Row:
+    """One kernel compiled for one shape and target."""
+
+    kernel: str
+    arch: str
+    block_size: int
+    head_size: int
+    dtype: str
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    loops: list[Loop]
+    padding_waste: float
+
+
+def compile_walk(arch: str, block_size: int, head_size: int, num_query_rows: int) -> Row:
+    """Compile the walk for one sequence of bfloat16 heads, without lse and current rows.
+
+    Args:
+        arch: an NVIDIA target such as ``"sm_90"``.
+        block_size: tokens of a block.
+        head_size: elements of a head.
+        num_query_rows: query rows of the call, which choose the tile.
+
+    Raises:
+        RuntimeError: in a process where Triton interprets its kernels.
+    """
+    from chunkattn.kernels.tuning import next_power_of_2, walk_tiles
+    from chunkattn.kernels.walk import _walk_kernel
+
+    capability = int(arch.removeprefix("sm_"))
+    tiles = walk_tiles(capability, head_size, 2, block_size, num_query_rows)
+    constants = {
+        "key_current_ptr": None,
+        "value_current_ptr": None,
+        "current_start_loc_ptr": None,
+        "lse_ptr": None,
+        "BLOCK_SIZE": block_size,
+        "HEAD_SIZE": head_size,
+        "QUERIES_PER_KV": 1,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_D": max(16, next_power_of_2(head_size)),
+        "TAIL_N": tiles.tail_n,
+        "PRECISION": "tf32",
+        "ONE_SEQ": True,
+        "HAS_CURRENT": False,
+        "HAS_LSE": False,
+    }
+    compiled = _compile(_walk_kernel, constants, arch, tiles.num_warps, tiles.num_stages)
+    rest = block_size % tiles.block_n
+    roles = ["full"] * (block_size >= tiles.block_n) + ["tail"] * (rest > 0) + ["rest"]
+    computed = block_size - rest + (tiles.tail_n if rest else 0)
+    return Row(
+        "walk",
+        arch,
+        block_size,
+        head_size,
+        "bfloat16",
+        tiles.block_m,
+        tiles.block_n,
+        tiles.num_warps,
+        tiles.num_stages,
+        *_resources(compiled),
+        _loops(compiled, roles),
+        round(computed / block_size - 1, 4),
+    )
+
+
+def compile_scatter(arch: str, block_size: int, num_kv_heads: int, head_size: int) -> Row:
+    """Compile the scatter of bfloat16 rows with extra rows; errors as `compile_walk`."""
+    from chunkattn.kernels.scatter import _scatter_kernel
+    from chunkattn.kernels.tuning import scatter_tile
+
+    block_t, block_c = scatter_tile(num_kv_heads * head_size)
+    constants = {
+        "BLOCK_SIZE": block_size,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_SIZE": head_size,
+        "BLOCK_T": block_t,
+        "BLOCK_C": block_c,
+        "HAS_EXTRA": True,
+    }
+    compiled = _compile(_scatter_kernel, constants, arch, 4, 1)
+    return Row(
+        "scatter",
+        arch,
+        block_size,
+        head_size,
+        "bfloat16",
+        block_t,
+        block_c,
+        4,
+        1,
+        *_resources(compiled),
+        [],
+        0.0,
+    )
+
+
+def jobs(archs: Sequence[str], presets: Sequence[str]) -> list[Callable[[], Row]]:
+    """One job for each kernel, target and preset; a job compiles when it is called."""
+    found: list[Callable[[], Row]] = []
+    for preset in (get_preset(name) for name in presets):
+        span = preset.frames_per_span * preset.frame_tokens + preset.action_tokens
+        block, size = preset.frame_tokens, preset.head_size
+        for arch in archs:
+            found.append(functools.partial(compile_walk, arch, block, size, span))
+            found.append(functools.partial(compile_scatter, arch, block, preset.kv_heads, size))
+    return found
+
+
+def _compile(kernel: Any, constants: dict[str, Any], arch: str, warps: int, stages: int) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if not isinstance(kernel, triton.JITFunction):
+        raise RuntimeError("Triton must compile, not interpret: unset TRITON_INTERPRET")
+    constants = constants | {n: 1 for n in kernel.arg_names if n in _STRIDE_1_ARGUMENTS}
+    signature = {n: _type_of(n) for n in kernel.arg_names}
+    signature |= {n: "constexpr" for n in constants}
+    # As a launch specialises them: pointers and strides are multiples of 16.
+    multiples = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(kernel.arg_names)
+        if n not in constants and (n.endswith("_ptr") or n.startswith("stride_"))
+    }
+    source = ASTSource(kernel, signature, constants, multiples)
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=target, options=options)
+
+
+def _type_of(name: str) -> str:
+    if name == "scale_log2":
+        return "fp32"
+    return _POINTER_TYPES.get(name, "*bf16") if name.endswith("_ptr") else "i32"
+
+
+def _cuobjdump(flag: str, compiled: Any) -> str:
+    import triton.backends.nvidia as nvidia
+
+    tool = Path(os.path.dirname(nvidia.__file__)) / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        command = [str(tool), flag, cubin.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _resources(compiled: Any) -> tuple[int, int, int]:
+    """Registers a thread, bytes of stack a thread, bytes of shared memory a program."""
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("-res-usage", compiled))
+    if usage is None:
+        raise RuntimeError("cuobjdump printed no resource usage")
+    return int(usage[1]), int(usage[2]), int(compiled.metadata.shared)
+
+
+def _loops(compiled: Any, roles: list[str]) -> list[Loop]:
+    """Innermost loops that hold matrix instructions: the code between a backward branch and its
+    target.
+    """
+    code = []
+    for line in _cuobjdump("-sass", compiled).splitlines():
+        match = re.match(r"\s+/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)([^;]*);", line)
+        if match:
+            code.append((int(match[1], 16), match[2], match[3]))
+    spans = []
+    for address, opcode, rest in code:
+        target = re.search(r"0x([0-9a-f]+)", rest) if opcode == "BRA" else None
+        if target and int(target[1], 16) < address:
+            spans.append((int(target[1], 16), address))
+    found: list[tuple[int, int, collections.Counter[str]]] = []
+    for start, stop in sorted(spans):
+        count = collections.Counter(op for address, op, _ in code if start <= address <= stop)
+        if sum(count[op] for op in _MMA) and not count["EXIT"]:
+            found.append((start, stop, count))
+    inner = [
+        loop
+        for loop in found
+        if not any(o is not loop and loop[0] <= o[0] and o[1] <= loop[1] for o in found)
+    ]
+    if len(inner) != len(roles):
+        roles = ["?"] * len(inner)
+    return [
+        Loop(
+            role,
+            sum(count.values()),
+            sum(count[op] for op in _MMA),
+            count["UTMALDG"],
+            count["LDGSTS"],
+        )
+        for role, (_, _, count) in zip(roles, inner, strict=True)
+    ]
+
+
+def versions() -> dict[str, str]:
+    """The compiler that made the counts."""
+    import triton
+
+    return {"triton": triton.__version__, "torch": torch.__version__}
