@@ -1,5 +1,7 @@
 """Argument checks of the public functions. Every message reads "`name` must ..., got ..."."""
 
+import math
+import numbers
 import os
 from typing import Any
 
@@ -56,10 +58,22 @@ def check_pools(key_pool: Any, value_pool: Any, dims: tuple[int, ...]) -> None:
             f"`value_pool` must have the dtype of `key_pool`, {key_pool.dtype}, "
             f"got {value_pool.dtype}"
         )
-    if key_pool.dim() == 4 and key_pool.shape[1] == 0:
+    if 0 in key_pool.shape[1:]:
         raise refuse(
-            "key_pool", "have blocks of at least one slot", f"shape {tuple(key_pool.shape)}"
+            "key_pool", "have no empty dimension but the first", f"shape {tuple(key_pool.shape)}"
         )
+
+
+def check_writable(**tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise refuse(
+                name,
+                "have memory for every element",
+                f"an expanded view, strides {tensor.stride()}",
+            )
 
 
 def check_scales(dtype: torch.dtype, **scales: object) -> None:
@@ -88,6 +102,13 @@ def check_key_value(prefix: str, key: Any, value: Any, heads: int, head_size: in
 def check_start_loc(name: str, start_loc: Any, num_seqs: int) -> None:
     check_tensor(name, start_loc, (1,), INDEX_DTYPES)
     check_shape(name, start_loc, (num_seqs + 1,), "num_seqs + 1")
+
+
+def check_softmax_scale(scale: Any) -> None:
+    if not isinstance(scale, numbers.Real):
+        raise TypeError(f"`softmax_scale` must be a number or None, got {type(scale).__name__}")
+    if not (math.isfinite(scale) and float(scale) >= 0):
+        raise refuse("softmax_scale", "be finite and not negative", scale)
 
 
 def values_visible(device: torch.device) -> bool:

@@ -1,7 +1,7 @@
 """The exceptions of chunkattn that are not about a single argument.
 
-Wrong arguments raise the built-in ``TypeError``, ``ValueError`` or ``NotImplementedError``, always as
-"`name` must ..., got ...". A refused call changes nothing.
+Wrong arguments raise the built-in ``TypeError``, ``ValueError`` or ``NotImplementedError``, always
+as "`name` must ..., got ...". A refused call changes nothing.
 """
 
 
@@ -10,7 +10,7 @@ class ChunkAttnError(RuntimeError):
 
 
 class PoolExhaustedError(ChunkAttnError):
-    """The pool has too few free blocks now. Nothing was allocated: free a session and call again."""
+    """The pool has too few free blocks now. Nothing was allocated: free some and call again."""
 
 
 class LifecycleError(ChunkAttnError):

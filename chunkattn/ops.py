@@ -22,10 +22,12 @@ from chunkattn.checks import (
     check_scales,
     check_shape,
     check_slots,
+    check_softmax_scale,
     check_start_loc,
     check_start_loc_values,
     check_table_values,
     check_tensor,
+    check_writable,
     refuse,
     values_visible,
 )
@@ -76,7 +78,7 @@ def resolve_backend(backend: str, device: torch.device, head_size: int) -> str:
     if backend == "auto":
         backend = _default_backend(device.type)
     if backend == "triton":
-        if device.type == "cpu" and not _is_interpreted():
+        if device.type == "cpu" and not _triton_kernels()[1].is_interpreted():
             raise ValueError(
                 "`backend` must be 'torch' for tensors on the CPU (or set TRITON_INTERPRET=1 "
                 "before the first import of triton), got 'triton'"
@@ -106,12 +108,6 @@ def _triton_kernels() -> tuple[ModuleType, ModuleType]:
             f"backend 'triton' needs Triton: pip install triton, or use backend='torch' ({error})"
         ) from error
     return scatter, walk
-
-
-def _is_interpreted() -> bool:
-    from triton import JITFunction
-
-    return not isinstance(_triton_kernels()[1]._walk_kernel, JITFunction)
 
 
 def _as_blocks(pool: torch.Tensor) -> torch.Tensor:
@@ -244,7 +240,7 @@ def scatter_kv(
     value_scale: torch.Tensor | float | None = None,
     backend: str = "auto",
 ) -> None:
-    """Write K and V rows into the slots of a paged pool, in place.
+    """Write K and V rows into the slots of a paged pool, in place. No gradient is tracked.
 
     Args:
         key: ``(num_tokens, num_kv_heads, head_size)``, float32, float16 or bfloat16; rows may be
@@ -273,6 +269,7 @@ def scatter_kv(
     check_device(
         key_pool.device, key=key, value=value, value_pool=value_pool, slot_mapping=slot_mapping
     )
+    check_writable(key_pool=key_pool, value_pool=value_pool)
     check_scales(key_pool.dtype, key_scale=key_scale, value_scale=value_scale)
     backend = resolve_backend(backend, key_pool.device, head_size)
     if values_visible(key_pool.device):
@@ -301,9 +298,8 @@ def paged_window_attention(
     """Attend over the resident blocks of a window, and over rows that are not in the pool.
 
     Not causal: every query row of a sequence sees all of its ``seq_lens`` paged rows, then all of
-        its current rows.
-    Whatever lies in other slots, in the padding of ``block_table`` or behind ``seq_lens`` has no
-    effect.
+    its current rows. Whatever lies in other slots, in the padding of ``block_table`` or behind
+    ``seq_lens`` has no effect. Not differentiable: no gradient is tracked.
 
     Args:
         query: ``(num_tokens, num_heads, head_size)``, float32, float16 or bfloat16, the pool's
@@ -390,10 +386,10 @@ def paged_window_attention(
     if out is not None:
         check_tensor("out", out, (3,), (query.dtype,))
         check_shape("out", out, tuple(query.shape), "that of `query`")
+        check_writable(out=out)
     if softmax_scale is None:
         softmax_scale = head_size**-0.5
-    elif not (math.isfinite(softmax_scale) and softmax_scale >= 0):
-        raise refuse("softmax_scale", "be finite and not negative", softmax_scale)
+    check_softmax_scale(softmax_scale)
     check_device(
         device,
         query=query,
@@ -426,16 +422,17 @@ def paged_window_attention(
         if return_lse
         else None
     )
+    # Kernels read these few integers as dense vectors; the table and the pools by their strides.
     torch.ops.chunkattn.paged_window_attention(
         query,
         key_pool,
         value_pool,
         block_table,
-        seq_lens,
-        query_start_loc,
+        seq_lens.contiguous(),
+        query_start_loc.contiguous(),
         key_current,
         value_current,
-        current_start_loc,
+        current_start_loc if current_start_loc is None else current_start_loc.contiguous(),
         out,
         lse,
         float(softmax_scale),

@@ -38,6 +38,7 @@ def _flat(pool: torch.Tensor) -> torch.Tensor | None:
     )
 
 
+@torch.no_grad()
 def scatter(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -66,6 +67,7 @@ def scatter(
                 pool[part // block_size, part % block_size] = rows.to(pool.dtype)
 
 
+@torch.no_grad()
 def attend(
     query: torch.Tensor,
     key_pool: torch.Tensor,
@@ -193,7 +195,8 @@ def _attend_part(
     else:
         part = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=softmax_scale)
         if want_lse:
-            part_lse = torch.logsumexp((q @ k.transpose(-2, -1)).float() * softmax_scale, -1)
+            scores = q.float() @ k.float().transpose(-2, -1)
+            part_lse = torch.logsumexp(scores * softmax_scale, -1)
     out = part.reshape(num_kv_heads, group, num_rows, head_size).permute(2, 0, 1, 3)
     if part_lse is not None:
         part_lse = part_lse.reshape(num_kv_heads, group, num_rows).permute(2, 0, 1)

@@ -53,8 +53,8 @@ def _scatter_kernel(
     HAS_EXTRA: tl.constexpr,
 ):
     offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    offs_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    head = (offs_c // HEAD_SIZE).to(tl.int64)
+    offs_c = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    head = offs_c // HEAD_SIZE
     dim = offs_c % HEAD_SIZE
     mask_t = offs_t < num_tokens + num_extra
     slot = tl.load(slot_mapping_ptr + offs_t * stride_slot_mapping, mask=mask_t, other=-1).to(

@@ -29,7 +29,7 @@ def walk_tiles(
     stack and instructions of each loop.
 
     Args:
-        arch: compute capability, ``10 * major + minor``; 0 in the interpreter.
+        arch: compute capability, ``10 * major + minor``; 0 in the interpreter and on an AMD GPU.
         head_size: elements of one head.
         element_size: bytes of one K/V element.
         block_size: tokens of one entry of the block table.

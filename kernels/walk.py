@@ -28,6 +28,9 @@ import triton.language as tl
 from .primitives import LN2, LOG2E, attend_rows, softmax_step, strides
 from .tuning import next_power_of_2, walk_tiles
 
+# Stands for 0: every key weighs the same, and a masked score stays -inf (-inf * 0 would be NaN).
+_SMALLEST_SCALE = 1e-30
+
 
 @triton.jit
 def _sequence_of_tile(query_start_loc_ptr, num_seqs, tile, BLOCK_M: tl.constexpr):
@@ -127,7 +130,7 @@ def _walk_kernel(
 
     seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
     num_whole_blocks = seq_len // BLOCK_SIZE
-    table_ptr = block_table_ptr + seq * stride_table_seq
+    table_ptr = block_table_ptr + tl.cast(seq, tl.int64) * stride_table_seq
     key_head_ptr = key_pool_ptr + kv_head * stride_key_head
     value_head_ptr = value_pool_ptr + kv_head * stride_value_head
     # Offsets inside a tile do not change from tile to tile: computed once, in 64 bits.
@@ -142,8 +145,9 @@ def _walk_kernel(
 
     if TILES_PER_BLOCK > 0:
         for i in tl.range(0, num_whole_blocks * TILES_PER_BLOCK):
-            block = tl.load(table_ptr + (i // TILES_PER_BLOCK) * stride_table_block).to(tl.int64)
-            slot = tl.cast((i % TILES_PER_BLOCK) * BLOCK_N, tl.int64)
+            entry = tl.cast(i // TILES_PER_BLOCK, tl.int64)
+            block = tl.load(table_ptr + entry * stride_table_block).to(tl.int64)
+            slot = tl.cast(i % TILES_PER_BLOCK, tl.int64) * BLOCK_N
             key_base = block * stride_key_block + slot * stride_key_slot
             value_base = block * stride_value_block + slot * stride_value_slot
             if BLOCK_D == HEAD_SIZE:
@@ -172,7 +176,8 @@ def _walk_kernel(
         key_tail_ptr = key_head_ptr + slots[None, :] * stride_key_slot + offs_d[:, None]
         value_tail_ptr = value_head_ptr + slots[:, None] * stride_value_slot + offs_d[None, :]
         for b in tl.range(0, num_whole_blocks):
-            block = tl.load(table_ptr + b * stride_table_block).to(tl.int64)
+            entry = tl.cast(b, tl.int64)
+            block = tl.load(table_ptr + entry * stride_table_block).to(tl.int64)
             key = tl.load(
                 key_tail_ptr + block * stride_key_block,
                 mask=mask_t[None, :] & mask_d[:, None],
@@ -190,7 +195,9 @@ def _walk_kernel(
     num_last_rows = seq_len - num_whole_blocks * BLOCK_SIZE
     # Past the table's end when the last block is full: then nothing may be read there.
     last_block = tl.load(
-        table_ptr + num_whole_blocks * stride_table_block, mask=num_last_rows > 0, other=0
+        table_ptr + tl.cast(num_whole_blocks, tl.int64) * stride_table_block,
+        mask=num_last_rows > 0,
+        other=0,
     ).to(tl.int64)
     acc, row_max, row_sum = attend_rows(
         query,
@@ -247,11 +254,16 @@ def _walk_kernel(
 
 @functools.cache
 def _arch(device: torch.device) -> int:
-    """Compute capability as one number, 0 where the kernel is interpreted."""
-    if device.type != "cuda":
+    """Compute capability as one number; 0 where the kernel is interpreted, and on an AMD GPU."""
+    if device.type != "cuda" or torch.version.hip:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def is_interpreted() -> bool:
+    """Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1 at their import)."""
+    return not isinstance(_walk_kernel, triton.JITFunction)
 
 
 def walk(
@@ -293,7 +305,7 @@ def walk(
         current_start_loc,
         out,
         lse,
-        softmax_scale * LOG2E,
+        max(softmax_scale, _SMALLEST_SCALE) * LOG2E,
         num_seqs,
         *strides(query, 2),
         *strides(key_pool, 3),

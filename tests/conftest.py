@@ -1,0 +1,76 @@
+"""Where the tests run: on a GPU if there is one, else kernels run in Triton's interpreter."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+# Read when numpy is first imported. The interpreter's matrices are small, threads would only wait.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+if not HAS_GPU:
+    # Read when triton is first imported, and whenever a kernel is defined.
+    os.environ["TRITON_INTERPRET"] = "1"
+    if HAS_TRITON:
+        import triton.runtime.interpreter
+
+        from chunkattn.testing import patch_bf16
+
+        patch_bf16(triton.runtime.interpreter)
+
+hypothesis.settings.register_profile(
+    "chunkattn", deadline=None, derandomize=True, database=None, print_blob=False
+)
+hypothesis.settings.load_profile("chunkattn")
+
+
+class Target(NamedTuple):
+    """A backend and the device that it runs on."""
+
+    backend: str
+    device: str
+
+
+def _targets() -> list:
+    targets = [Target("torch", "cpu"), Target("triton", "cuda" if HAS_GPU else "cpu")]
+    if HAS_GPU:
+        targets.append(Target("torch", "cuda"))
+    no_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+    return [
+        pytest.param(t, id="-".join(t), marks=no_triton if t.backend == "triton" else ())
+        for t in targets
+    ]
+
+
+@pytest.fixture(params=_targets())
+def target(request: pytest.FixtureRequest) -> Target:
+    """Every backend, each on the device that it is meant for."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """On tensors this small, threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip = pytest.mark.skip(reason="needs a CUDA GPU; torch.cuda.is_available() is False")
+    for item in items:
+        if not HAS_GPU and item.get_closest_marker("gpu"):
+            item.add_marker(skip)

@@ -1,0 +1,300 @@
+"""The checks of this suite fail when a kernel is wrong: one planted fault after the other.
+
+A fault that no check notices here would pass unnoticed elsewhere too.
+"""
+
+import functools
+import importlib
+import importlib.util
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from chunkattn import ops, torch_backend
+from chunkattn.testing import (
+    AttentionCase,
+    check_attention,
+    check_scatter,
+    make_case,
+    make_pools,
+    run_attention,
+    with_needles,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+KERNELS = Path(__file__).resolve().parent.parent / "kernels"
+TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FRAME = 880
+
+
+# -- faults in what a backend attends to, at DreamZero's length -----------------------------------
+@functools.cache
+def window(block_size: int, dtype: torch.dtype) -> AttentionCase:
+    """21 frames of 880 tokens: 18,480 keys, of which a fault loses few."""
+    return make_case(
+        seq_lens=[21 * FRAME],
+        query_lens=[64],
+        block_size=block_size,
+        num_heads=1,
+        head_size=64,
+        dtype=dtype,
+    )
+
+
+def without_blocks(first: int, count: int) -> Callable:
+    def change(table, seq_lens, scale, block_size):
+        kept = torch.cat([table[:, :first], table[:, first + count :]], 1)
+        return kept.contiguous(), seq_lens - count * block_size, scale
+
+    return change
+
+
+def block_twice(table, seq_lens, scale, block_size):
+    return torch.cat([table[:, :3], table[:, 2:]], 1).contiguous(), seq_lens + block_size, scale
+
+
+def fewer_rows(table, seq_lens, scale, block_size):
+    return table, seq_lens - 1, scale
+
+
+def whole_blocks(table, seq_lens, scale, block_size):
+    return table, (seq_lens + block_size - 1) // block_size * block_size, scale
+
+
+def scale_off(table, seq_lens, scale, block_size):
+    return table, seq_lens, scale * 1.01
+
+
+def attend_with(change: Callable) -> Callable:
+    """The torch backend, given a changed table, lengths or scale."""
+    attend = torch_backend.attend
+
+    def changed(query, key_pool, value_pool, table, seq_lens, *rest):
+        *rest, scale = rest
+        table, seq_lens, scale = change(table, seq_lens, scale, key_pool.shape[1])
+        attend(query, key_pool, value_pool, table, seq_lens, *rest, scale)
+
+    return changed
+
+
+def unmasked_value(query, key_pool, value_pool, table, seq_lens, *rest):
+    """Weights of dead rows are 0, but their values are multiplied all the same."""
+    torch_backend_attend(query, key_pool, value_pool, table, seq_lens, *rest)
+    out = rest[4]
+    last = int(seq_lens[0]) // key_pool.shape[1]
+    out += 0 * value_pool[table[0, last]].sum()
+
+
+torch_backend_attend = torch_backend.attend
+LOW = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    ("block_size", "change"),
+    [
+        pytest.param(FRAME, without_blocks(7, 1), id="a chunk dropped"),
+        pytest.param(FRAME, without_blocks(0, 1), id="the sink dropped"),
+        pytest.param(FRAME, block_twice, id="a chunk counted twice"),
+        pytest.param(16, without_blocks(500, 1), id="one 16-token block dropped"),
+        pytest.param(FRAME, scale_off, id="the scale 1% off"),
+    ],
+)
+def test_error_rule_finds(monkeypatch, dtype, block_size, change):
+    """E8: on random data, among 18,480 keys, relative to torch's own error."""
+    case = window(block_size, dtype)
+    monkeypatch.setattr(torch_backend, "attend", attend_with(change))
+    with pytest.raises(AssertionError, match="error of out"):
+        check_attention(case, "torch")
+
+
+def test_error_rule_passes_what_is_right():
+    for block_size in (FRAME, 16):
+        for dtype in (torch.float16, torch.bfloat16):
+            check_attention(window(block_size, dtype), "torch")
+
+
+def test_needles_find_the_last_key_dropped(monkeypatch):
+    case = window(FRAME, torch.bfloat16)
+    case = with_needles(case, [0, FRAME - 1, 21 * FRAME - 1])
+    check_attention(case, "torch")
+    monkeypatch.setattr(torch_backend, "attend", attend_with(fewer_rows))
+    with pytest.raises(AssertionError, match=r"error of out.*\(2, 0, "):
+        check_attention(case, "torch")
+
+
+@pytest.mark.parametrize("poison", (0.0, math.nan))
+def test_low_scores_and_poison_find_a_tail_not_masked(monkeypatch, poison):
+    """Zeros that are seen take all of the weight where scores are near -30; NaN is NaN."""
+    case = make_case(
+        seq_lens=[33],
+        query_lens=[5],
+        score_shift=-30.0 if poison == 0 else 0.0,
+        poison=poison,
+        dtype=torch.bfloat16,
+    )
+    check_attention(case, "torch")
+    monkeypatch.setattr(torch_backend, "attend", attend_with(whole_blocks))
+    with pytest.raises(AssertionError):
+        check_attention(case, "torch")
+
+
+def test_poison_finds_values_not_masked(monkeypatch):
+    """C1: 0 * NaN."""
+    case = make_case(seq_lens=[33], query_lens=[5])
+    monkeypatch.setattr(torch_backend, "attend", unmasked_value)
+    with pytest.raises(AssertionError, match="error of out is nan"):
+        check_attention(case, "torch")
+
+
+def test_writes_beside_out_and_into_pools_are_found(monkeypatch):
+    def too_much(*arguments):
+        torch_backend_attend(*arguments)
+        arguments[9].as_strided((1,), (1,), 0).zero_()
+
+    def into_pool(*arguments):
+        torch_backend_attend(*arguments)
+        arguments[2][0, 0, 0, 0] = 1.0
+
+    case = make_case(seq_lens=[33], query_lens=[5])
+    for fault, message in ((too_much, "beside `out`"), (into_pool, "the pools changed")):
+        monkeypatch.setattr(torch_backend, "attend", fault)
+        with pytest.raises(AssertionError, match=message):
+            run_attention(case, "torch")
+
+
+# -- faults in the source of the kernels ----------------------------------------------------------
+@functools.cache
+def small_cases(dtype: torch.dtype) -> tuple[AttentionCase, ...]:
+    """Whole tiles, tails, a partly filled block, current rows; random, needles, low scores."""
+    sizes = {
+        "block_size": 84,
+        "seq_lens": [2 * 84 + 17],
+        "query_lens": [5],
+        "current_lens": [3],
+        "head_size": 64,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "dtype": dtype,
+        "device": TRITON_DEVICE,
+    }
+    ragged = sizes | {
+        "seq_lens": [84, 0, 169],
+        "query_lens": [3, 2, 17],
+        "current_lens": [4, 0, 20],
+        "head_size": 24,
+    }
+    edges = [0, 31, 32, 63, 64, 83, 84, 147, 148, 167, 168, 184, 185, 187]
+    return (
+        make_case(**sizes),
+        make_case(**ragged),
+        with_needles(make_case(**sizes), edges),
+        make_case(**ragged, score_shift=-30.0, poison=0.0),
+    )
+
+
+def check_walk() -> None:
+    for dtype in (torch.float32, torch.float16):
+        for case in small_cases(dtype):
+            check_attention(case, "triton")
+
+
+def check_writes() -> None:
+    pools = make_pools(4, 4, 2, 8, dtype=torch.float32, device=TRITON_DEVICE, layout="slots")
+    key, value = torch.randn(2, 5, 2, 8, device=TRITON_DEVICE)
+    slots = torch.tensor([15, 3, -1, 6, 0], device=TRITON_DEVICE)
+    check_scatter(key, value, pools, slots, "triton")
+    # Keys and values of other strides, through the op that also writes extra rows.
+    pools = make_pools(4, 4, 2, 8, dtype=torch.float32, device=TRITON_DEVICE)
+    lens = torch.tensor([5], dtype=torch.int32, device=TRITON_DEVICE)
+    table = torch.tensor([[1, 2]], dtype=torch.int32, device=TRITON_DEVICE)
+    starts = torch.tensor([0, 5], dtype=torch.int32, device=TRITON_DEVICE)
+    slots = torch.arange(4, 9, device=TRITON_DEVICE)
+    rows = (key, key[:3], value[:3], key[3:], value[3:])
+    out = torch.full_like(key, math.nan)
+    ops.write_attend(*rows, *pools[:2], slots, table, lens, starts, out, 0.3, "triton")
+    assert torch.equal(pools[0].flatten(0, 1)[4:9], key)
+    assert torch.equal(pools[1].flatten(0, 1)[4:9], value)
+
+
+WALK_FAULTS = {
+    "first tile dropped": ("tl.range(0, num_whole_blocks * T", "tl.range(1, num_whole_blocks * T"),
+    "last tile dropped": ("num_whole_blocks * TILES_PER_BLOCK)", "num_whole_blocks - 1)"),
+    "first block read again": ("entry = tl.cast(i //", "entry = 0 * tl.cast(i //"),
+    "first tail dropped": ("tl.range(0, num_whole_blocks):", "tl.range(1, num_whole_blocks):"),
+    "tail of the wrong block": ("entry = tl.cast(b,", "entry = 0 * tl.cast(b,"),
+    "tail not masked": ("scale_log2, mask_t, True", "scale_log2, mask_t, False"),
+    "tail one row short": ("offs_t < TAIL_ROWS", "offs_t < TAIL_ROWS - 1"),
+    "V not masked in the tail": ("mask=mask_t[:, None] & mask_d[None, :]", "mask=mask_d[None, :]"),
+    "last block wrong": ("tl.cast(num_whole_blocks, tl.int64)", "0"),
+    "current rows dropped": ("HAS_CURRENT=key_current is not None", "HAS_CURRENT=False"),
+    "current rows from the first": ("+ current_start * stride_key_current_token", "+ 0"),
+    "first head of K and V for all": ("head // QUERIES_PER_KV", "head * 0"),
+    "scale 1% off": ("_SMALLEST_SCALE) * LOG2E", "_SMALLEST_SCALE) * LOG2E * 1.01"),
+    "lse in base 2": ("tl.math.log2(safe_sum)) * LN2", "tl.math.log2(safe_sum))"),
+    "lse without the maximum": ("(row_max + tl.math", "(0 * row_max + tl.math"),
+    "0 / 0 without a key": ("acc / safe_sum[:, None]", "acc / row_sum[:, None]"),
+    "sequence one too early": ("if first_tile <= tile:", "if first_tile < tile:"),
+    "rows of the next sequence written": (
+        "mask=mask_m[:, None] & mask_d[None, :],\n    )\n    if HAS_LSE",
+        "mask=mask_d[None, :],\n    )\n    if HAS_LSE",
+    ),
+}
+STEP_FAULTS = {
+    "sum not rescaled": ("acc * alpha[:, None]", "acc"),
+    "denominator not rescaled": ("row_sum * alpha + ", "row_sum + "),
+    "last row dropped": ("rows < num_rows", "rows < num_rows - 1"),
+    "one row too many": ("rows < num_rows", "rows < num_rows + 1"),
+    "V not masked": ("mask=mask_n[:, None] & mask_d[None, :]", "mask=mask_d[None, :]"),
+    "scores not masked": ('tl.where(mask_n[None, :], scores, float("-inf"))', "scores"),
+    "rows of K from the wrong place": ("rows[None, :] * stride_key_row", "rows[None, :] * 0"),
+}
+SCATTER_FAULTS = {
+    "slots below 0 written": ("((slot >= 0) & mask_t)", "mask_t"),
+    "extra rows dropped": ("HAS_EXTRA=num_extra > 0", "HAS_EXTRA=False"),
+    "extra rows one off": ("(offs_t - num_tokens)", "(offs_t - num_tokens + 1)"),
+    "first slot of each block": ("offset * stride_value_slot", "0 * stride_value_slot"),
+    "heads mixed up": ("head[None, :] * stride_key_pool_head", "0 * head[None, :]"),
+    "last row dropped": ("offs_t < num_tokens + num_extra", "offs_t < num_tokens + num_extra - 1"),
+    "K written to V": ("        value.to(value_pool", "        key.to(value_pool"),
+}
+SOURCES = {"walk.py": WALK_FAULTS, "primitives.py": STEP_FAULTS, "scatter.py": SCATTER_FAULTS}
+
+
+def use_kernels(monkeypatch: pytest.MonkeyPatch, package: Path) -> None:
+    """Let the triton backend run the kernels of another folder."""
+    monkeypatch.syspath_prepend(package.parent)
+    names = [f"{package.name}.{name}" for name in ("scatter", "walk")]
+    modules = tuple(importlib.import_module(name) for name in names)
+    monkeypatch.setattr(ops, "_triton_kernels", lambda: modules)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("file", "fault"), [(file, fault) for file, faults in SOURCES.items() for fault in faults]
+)
+def test_kernel_fault_is_found(monkeypatch, tmp_path, file, fault):
+    right, wrong = SOURCES[file][fault]
+    package = tmp_path / tmp_path.name  # a name that no other test has
+    shutil.copytree(KERNELS, package, ignore=shutil.ignore_patterns("__pycache__"))
+    source = (package / file).read_text()
+    assert source.count(right) == 1, f"{file} has {source.count(right)} of {right!r}, must have one"
+    (package / file).write_text(source.replace(right, wrong))
+    use_kernels(monkeypatch, package)
+    with pytest.raises(AssertionError):
+        check_writes() if file == "scatter.py" else check_walk()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_without_a_fault_pass(monkeypatch, tmp_path):
+    package = tmp_path / "right_kernels"
+    shutil.copytree(KERNELS, package, ignore=shutil.ignore_patterns("__pycache__"))
+    use_kernels(monkeypatch, package)
+    check_walk()
+    check_writes()

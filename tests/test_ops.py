@@ -1,0 +1,115 @@
+"""The registered ops: what torch knows of them, and the one that writes and attends at once."""
+
+import math
+
+import pytest
+import torch
+
+import chunkattn
+from chunkattn import ops
+from chunkattn.testing import (
+    AttentionCase,
+    check_attention,
+    make_case,
+    make_pools,
+    make_rows,
+    run_attention,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SCALE = 0.25
+OPCHECKS = ("test_schema", "test_faketensor")
+
+
+def write_attend_arguments(
+    dtype: torch.dtype, device: str, backend: str, extra: int
+) -> tuple[list, AttentionCase]:
+    """Six old rows in blocks of four, then seven new ones, of which ``extra`` come separately."""
+    case = make_case(
+        seq_lens=[13],
+        query_lens=[7],
+        block_size=4,
+        softmax_scale=SCALE,
+        dtype=dtype,
+        device=device,
+    )
+    key, value = case.visible(0)
+    table = case.block_table[0].tolist()
+    slots = torch.tensor([table[i // 4] * 4 + i % 4 for i in range(6, 13)], device=device)
+    for pool in (case.key_pool, case.value_pool):
+        pool.flatten(0, 1)[slots] = math.nan
+    arguments = [
+        case.query,
+        key[6 : 13 - extra],
+        value[6 : 13 - extra],
+        key[13 - extra :] if extra else None,
+        value[13 - extra :] if extra else None,
+        case.key_pool,
+        case.value_pool,
+        slots,
+        case.block_table,
+        case.seq_lens,
+        case.query_start_loc,
+        make_rows(7, 2, 16, dtype=dtype, device=device),
+        SCALE,
+        backend,
+    ]
+    return arguments, case
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("extra", (0, 1, 2, 6))
+def test_write_attend(target, dtype, extra):
+    """C9: the rows and the extra rows are written, then seen; the rest of their block is NaN."""
+    arguments, case = write_attend_arguments(dtype, *reversed(target), extra)
+    assert ops.write_attend(*arguments) is None
+    out = check_attention(case, target.backend)
+    assert torch.equal(arguments[11], out)
+
+
+def test_auto_is_the_backend_of_the_device(target):
+    """J1: `backend="auto"` is triton on a GPU and torch on the CPU."""
+    case = make_case(seq_lens=[33], query_lens=[5], device=target.device)
+    expected, _ = run_attention(case, "torch" if target.device == "cpu" else "triton")
+    assert torch.equal(chunkattn.paged_window_attention(**case.arguments()), expected)
+
+
+def test_opcheck_write_attend():
+    """Schema, fake kernel and declared mutations are what torch.compile relies on."""
+    for extra, checks in ((0, OPCHECKS), (2, (*OPCHECKS, "test_aot_dispatch_dynamic"))):
+        arguments, _ = write_attend_arguments(torch.float32, "cpu", "torch", extra)
+        torch.library.opcheck(ops.write_attend, arguments, test_utils=checks)
+
+
+def test_opcheck_paged_window_attention():
+    case = make_case(seq_lens=[33, 6], query_lens=[5, 2], current_lens=[1, 2])
+    arguments = list(case.arguments().values())[:-1]
+    out, lse = torch.zeros_like(case.query), torch.zeros(7, 2)
+    for given_lse in (lse, None):
+        torch.library.opcheck(
+            torch.ops.chunkattn.paged_window_attention.default,
+            (*arguments, out, given_lse, SCALE, "torch"),
+            test_utils=OPCHECKS,
+        )
+
+
+def test_opcheck_scatter_kv():
+    key_pool, value_pool, _ = make_pools(3, 4, 1, 8, dtype=torch.float32)
+    key, value = torch.randn(2, 4, 1, 8)
+    torch.library.opcheck(
+        torch.ops.chunkattn.scatter_kv.default,
+        (key, value, key_pool, value_pool, torch.tensor([0, 5, -1, 7]), "torch"),
+        test_utils=OPCHECKS,
+    )
+
+
+def test_gradients_are_not_tracked(target):
+    """Outside `torch.no_grad` too, a pool must not hold on to the graph of all that wrote to it."""
+    arguments, case = write_attend_arguments(torch.float32, *reversed(target), 2)
+    for rows in arguments[:5]:
+        rows.requires_grad_()
+    ops.write_attend(*arguments)
+    public = chunkattn.paged_window_attention(**case.arguments(), backend=target.backend)
+    assert not any(tensor.requires_grad for tensor in (*arguments[5:7], arguments[11], public))
+    assert torch.equal(public, arguments[11])
