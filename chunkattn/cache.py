@@ -86,6 +86,8 @@ class ARDiffusionKVCache:
         session_capacity: int = 1,
         backend: str = "auto",
     ) -> None:
+        from chunkattn.ops import BACKENDS, resolve_backend
+
         window_chunks = _checked_window(config, num_frame_per_block)
         if local_branches not in (1, 2):
             raise ValueError(f"`local_branches` must be 1 or 2, got {local_branches}")
@@ -119,9 +121,9 @@ class ARDiffusionKVCache:
         self.window_chunks = window_chunks
         self.backend = backend
         if device is not None:
-            from chunkattn.ops import resolve_backend
-
             self.backend = resolve_backend(backend, self.device, head_size)
+        elif backend not in BACKENDS:
+            raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}")
 
         self.spec = ChunkWindowSpec(
             block_size=block_size,
@@ -451,6 +453,12 @@ class ARDiffusionKVCache:
         pool_write_chunk(
             self.flat_key_pool(layer_index), self.flat_value_pool(layer_index), new_k, new_v, slots
         )
+        logger.debug(
+            "write_chunk_kv: req=%s layer=%d chunk=%d",
+            adapter.request_id,
+            layer_index,
+            adapter.completed_chunks,
+        )
 
     # -- pools -------------------------------------------------------------------------------------
     def scratch_block_ids(self, is_negative: bool, start: int, count: int) -> list[int]:
@@ -533,6 +541,9 @@ class ARDiffusionKVCache:
                     f"request {request_id!r} has {len(table)} blocks for "
                     f"{adapter.allocated_tokens} tokens"
                 )
+            gap = self._window_manager.gap(request_id, adapter.num_computed_tokens)
+            if self.null_block_id in table[: gap.start] + table[gap.stop :]:
+                raise ChunkAttnError(f"request {request_id!r} sees the null block: {table}")
             for block in resident_block_ids(table, self.null_block_id):
                 if block in owner:
                     raise ChunkAttnError(

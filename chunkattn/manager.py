@@ -112,20 +112,27 @@ class ChunkWindowManager(SlidingWindowManager):
     ) -> None:
         """Free the whole blocks between sink and window; null takes their place.
 
-        vLLM calls this before it allocates, with storage positions. The window moves by whole
-        chunks of the time line, so what compaction has removed is counted in.
+        vLLM calls this before it allocates.
         """
         blocks = self.req_to_blocks.get(request_id, [])
+        gap = self.gap(request_id, total_computed_tokens)
+        freed = [block for block in blocks[gap] if block is not self._null_block]
+        if freed:
+            blocks[gap] = [self._null_block] * len(blocks[gap])
+            # In table order, so that the blocks are handed out again as one run.
+            self.block_pool.free_blocks(freed)
+
+    def gap(self, request_id: str, total_computed_tokens: int) -> slice:
+        """Entries of the table whose every token lies between sink and window.
+
+        ``total_computed_tokens`` counts storage. The window moves by whole chunks of the time
+        line, so what compaction has removed is counted in.
+        """
         compacted = self._compacted_tokens.get(request_id, 0)
         skipped = self.get_num_skipped_tokens(total_computed_tokens + compacted)
         sink = self.kv_cache_spec.sink_chunks * self.kv_cache_spec.chunk_size
         first = ceil_div(sink, self.block_size)
-        last = min((sink + max(0, skipped - compacted)) // self.block_size, len(blocks))
-        freed = [block for block in blocks[first:last] if block is not self._null_block]
-        if freed:
-            blocks[first:last] = [self._null_block] * (last - first)
-            # In table order, so that the blocks are handed out again as one run.
-            self.block_pool.free_blocks(freed)
+        return slice(first, max(first, (sink + skipped - compacted) // self.block_size))
 
     def compact_block_table(self, request_id: str) -> int:
         """Take the null blocks after the sink out of the table; returns the tokens they held."""

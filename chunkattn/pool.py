@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from chunkattn.checks import POOL_DTYPES, check_tensor
 from chunkattn.errors import LifecycleError
 
 
@@ -135,11 +136,9 @@ def pool_write_chunk(
     from chunkattn.ops import scatter_kv
 
     for name, new in (("new_k", new_k), ("new_v", new_v)):
-        if new.dim() != 4 or new.shape[0] < 1:
-            raise ValueError(
-                f"`{name}` must be (batch, chunk_size, num_kv_heads, head_size), got "
-                f"{tuple(new.shape)}"
-            )
+        check_tensor(name, new, (4,), POOL_DTYPES)
+        if new.shape[0] < 1:
+            raise ValueError(f"`{name}` must have a batch of at least 1, got {tuple(new.shape)}")
     scatter_kv(new_k[0], new_v[0], k_pool, v_pool, slot_mapping.to(k_pool.device))
 
 
@@ -171,9 +170,10 @@ class CrossAttentionPool:
             ]
 
     def check(self, names: tuple[str, str], key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raise ``ValueError`` unless both are ``(batch, length, num_kv_heads, head_size)``."""
+        """Refuse what is not ``(batch, length, num_kv_heads, head_size)``, floating."""
         for name, tensor in zip(names, (key, value), strict=True):
-            if tensor.dim() != 4 or tensor.shape[0] < 1 or tuple(tensor.shape[1:]) != self._shape:
+            check_tensor(name, tensor, (4,), POOL_DTYPES)
+            if tensor.shape[0] < 1 or tuple(tensor.shape[1:]) != self._shape:
                 raise ValueError(
                     f"`{name}` must have shape (batch, {', '.join(map(str, self._shape))}), "
                     f"got {tuple(tensor.shape)}"

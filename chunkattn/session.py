@@ -18,14 +18,19 @@ A stale or ended forward raises `StaleContextError` when it is used.
 """
 
 import logging
-import math
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from chunkattn.checks import POOL_DTYPES, check_device, check_shape, check_tensor
+from chunkattn.checks import (
+    POOL_DTYPES,
+    check_device,
+    check_shape,
+    check_softmax_scale,
+    check_tensor,
+)
 from chunkattn.errors import LifecycleError, StaleContextError
 from chunkattn.ops import write_attend
 from chunkattn.plan import Extent, Plan, PlanBuffers
@@ -375,37 +380,46 @@ class ForwardContext:
         if not cache.table_pools:
             raise LifecycleError("the cache was built without tensors (device=None)")
         heads, size = cache.num_kv_heads, cache.head_size
+        device = cache.table_pools[layer][0].device
         for name, tensor, rows in (
             ("key", key, self.seq_len),
             ("value", value, self.seq_len),
             ("key_action", key_action, self.action_len),
             ("value_action", value_action, self.action_len),
         ):
-            if tensor is None:
-                if rows:
-                    raise ValueError(f"`{name}` must have {rows} rows, got None")
-                continue
-            check_tensor(name, tensor, (3,), POOL_DTYPES)
-            check_shape(name, tensor, (rows, heads, size), "the plan's rows, the pool's heads")
-        check_tensor("query", query, (3,), (cache.dtype,))
-        rows, num_heads, _ = query.shape
-        wanted = (self.seq_len + self.action_len, num_heads, size)
-        check_shape("query", query, wanted, "the plan's rows, any heads, the pool's head size")
+            if tensor is not None:
+                _check_fit(name, tensor, (rows, heads, size), POOL_DTYPES, device)
+            elif rows:
+                raise ValueError(f"`{name}` must have {rows} rows, got None")
+        num_heads = (
+            query.shape[1] if isinstance(query, torch.Tensor) and query.dim() == 3 else heads
+        )
         if num_heads == 0 or num_heads % heads:
             raise ValueError(f"`query` must have a multiple of {heads} heads, got {num_heads}")
+        shape = (self.seq_len + self.action_len, num_heads, size)
+        _check_fit("query", query, shape, (cache.dtype,), device)
         if out is not None:
-            check_tensor("out", out, (3,), (query.dtype,))
-            check_shape("out", out, tuple(query.shape), "that of `query`")
-        if softmax_scale is not None and not 0 <= softmax_scale < math.inf:
-            raise ValueError(
-                f"`softmax_scale` must be finite and not negative, got {softmax_scale}"
-            )
-        check_device(
-            cache.table_pools[layer][0].device,
-            query=query,
-            key=key,
-            value=value,
-            key_action=key_action,
-            value_action=value_action,
-            out=out,
-        )
+            _check_fit("out", out, shape, (cache.dtype,), device)
+        if softmax_scale is not None:
+            check_softmax_scale(softmax_scale)
+
+
+def _check_fit(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, int, int],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    """Refuse a tensor by name. One condition where it fits: this runs for every layer."""
+    if (
+        isinstance(tensor, torch.Tensor)
+        and tensor.shape == shape
+        and tensor.dtype in dtypes
+        and tensor.stride(-1) == 1
+        and tensor.device == device
+    ):
+        return
+    check_tensor(name, tensor, (3,), dtypes)
+    check_shape(name, tensor, shape, "the plan's rows, the pool's heads and head size")
+    check_device(device, **{name: tensor})
