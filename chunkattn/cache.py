@@ -9,6 +9,7 @@ import torch
 
 from chunkattn.checks import POOL_DTYPES
 from chunkattn.config import ARDiffusionKVConfig
+from chunkattn.cross_attention import CrossAttention
 from chunkattn.errors import ChunkAttnError, LifecycleError, PoolExhaustedError
 from chunkattn.manager import (
     ARDiffusionRequestAdapter,
@@ -17,7 +18,6 @@ from chunkattn.manager import (
     build_kv_manager,
 )
 from chunkattn.pool import (
-    CrossAttentionPool,
     allocate_kv_pool_with_views,
     chunk_slot_mapping,
     compute_num_blocks,
@@ -138,16 +138,14 @@ class ARDiffusionKVCache:
         )
         self.cross_attn_length = cross_attn_length
         self.cross_attn_img_length = cross_attn_img_length
-        self._cross_text, self._cross_image = (
-            CrossAttentionPool(
-                length,
-                num_layers=num_layers,
-                num_kv_heads=num_kv_heads,
-                head_size=head_size,
-                dtype=dtype,
-                device=device,
-            )
-            for length in (cross_attn_length, cross_attn_img_length)
+        self._cross_attention = CrossAttention(
+            cross_attn_length,
+            cross_attn_img_length,
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            dtype=dtype,
+            device=device,
         )
 
         self.managed_num_blocks = self.num_blocks = self._size_pool(available_bytes)
@@ -213,7 +211,7 @@ class ARDiffusionKVCache:
     def _size_pool(self, available_bytes: int) -> int:
         """Managed blocks: the configured share of the memory, raised to what a rollout needs."""
         page = int(self.spec.page_size_bytes) * self.num_layers
-        free = max(0, available_bytes - self._cross_text.num_bytes - self._cross_image.num_bytes)
+        free = max(0, available_bytes - self._cross_attention.num_bytes)
         num_blocks = compute_num_blocks(free, self.config.gpu_memory_fraction, page)
         per_branch = blocks_per_branch(
             block_size=self.block_size,
@@ -268,25 +266,7 @@ class ARDiffusionKVCache:
             v_img: as ``k_img``.
         """
         self._check_layer(layer_idx)
-        halves = []
-        for names, pool, pair in (
-            (("k", "v"), self._cross_text, (k, v)),
-            (("k_img", "v_img"), self._cross_image, (k_img, v_img)),
-        ):
-            key, value = pair
-            if key is None and value is None:
-                continue
-            if key is None or value is None:
-                missing = names[0] if key is None else names[1]
-                raise ValueError(f"`{missing}` must be given together with its partner, got None")
-            if not pool:
-                raise ValueError(
-                    f"`{names[0]}` must be None: the cache has no such pool, got a tensor"
-                )
-            pool.check(names, key, value)
-            halves.append((pool, key, value))
-        for pool, key, value in halves:
-            pool.write(layer_idx, int(is_negative), key, value)
+        self._cross_attention.write(layer_idx, int(is_negative), k, v, k_img, v_img)
 
     def read_cross_kv(self, layer_idx: int, is_negative: bool) -> dict[str, Any]:
         """One layer's cross-attention K/V as the dict that the model's cross-attention takes.
@@ -299,14 +279,7 @@ class ARDiffusionKVCache:
             LifecycleError: what is asked for has not been written.
         """
         self._check_layer(layer_idx)
-        if not self._cross_text:
-            raise LifecycleError("the cache has no cross-attention pool (cross_attn_length is 0)")
-        branch = int(is_negative)
-        cache: dict[str, Any] = {"is_init": True}
-        cache["k"], cache["v"] = self._cross_text.read(layer_idx, branch)
-        if self._cross_image:
-            cache["k_img"], cache["v_img"] = self._cross_image.read(layer_idx, branch)
-        return cache
+        return {"is_init": True, **self._cross_attention.read(layer_idx, int(is_negative))}
 
     # -- requests: one branch of one rollout each -------------------------------------------------
     def begin_request(

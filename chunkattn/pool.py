@@ -1,11 +1,10 @@
-"""The K/V pools of all layers, the slots of token positions, the static cross-attention pools."""
+"""The K/V pools of all layers, and the slots of token positions."""
 
 from collections.abc import Sequence
 
 import torch
 
 from chunkattn.checks import POOL_DTYPES, check_tensor
-from chunkattn.errors import LifecycleError
 
 
 def compute_num_blocks(
@@ -140,62 +139,3 @@ def pool_write_chunk(
         if new.shape[0] < 1:
             raise ValueError(f"`{name}` must have a batch of at least 1, got {tuple(new.shape)}")
     scatter_kv(new_k[0], new_v[0], k_pool, v_pool, slot_mapping.to(k_pool.device))
-
-
-class CrossAttentionPool:
-    """Static K/V of one kind of conditioning tokens (text or image): every layer, both branches.
-
-    Written once a prompt, read in every forward. ``length`` 0 is a pool that does not exist.
-    """
-
-    def __init__(
-        self,
-        length: int,
-        *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_size: int,
-        dtype: torch.dtype,
-        device: torch.device | None,
-    ) -> None:
-        self.length = length
-        self.num_bytes = 2 * 2 * num_layers * length * num_kv_heads * head_size * dtype.itemsize
-        self._written: set[tuple[int, int]] = set()
-        self._shape = (length, num_kv_heads, head_size)
-        self._pools: list[torch.Tensor] = []
-        if device is not None and length > 0:
-            shape = (2, 2, *self._shape)  # K or V, branch, then the rows
-            self._pools = [
-                torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)
-            ]
-
-    def check(self, names: tuple[str, str], key: torch.Tensor, value: torch.Tensor) -> None:
-        """Refuse what is not ``(batch, length, num_kv_heads, head_size)``, floating."""
-        for name, tensor in zip(names, (key, value), strict=True):
-            check_tensor(name, tensor, (4,), POOL_DTYPES)
-            if tensor.shape[0] < 1 or tuple(tensor.shape[1:]) != self._shape:
-                raise ValueError(
-                    f"`{name}` must have shape (batch, {', '.join(map(str, self._shape))}), "
-                    f"got {tuple(tensor.shape)}"
-                )
-
-    def write(self, layer: int, branch: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Copy batch entry 0 of checked K and V into the pool."""
-        self._pools[layer][0, branch].copy_(key[0])
-        self._pools[layer][1, branch].copy_(value[0])
-        self._written.add((layer, branch))
-
-    def read(self, layer: int, branch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer and branch, ``(1, length, num_kv_heads, head_size)``, views of the
-        pool.
-        """
-        if (layer, branch) not in self._written:
-            raise LifecycleError(
-                f"cross-attention K/V of layer {layer}, branch {branch} must be written before it "
-                "is read"
-            )
-        key, value = self._pools[layer][:, branch].unsqueeze(1)
-        return key, value
-
-    def __bool__(self) -> bool:
-        return bool(self._pools)

@@ -24,7 +24,8 @@ def rows(length: int, batch: int = 1) -> torch.Tensor:
 
 
 def pools(cache) -> list[torch.Tensor]:
-    return [p.clone() for half in (cache._cross_text, cache._cross_image) for p in half._pools]
+    cross = cache._cross_attention
+    return [p.clone() for half in (cross._text, cross._image) for p in half._pools]
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
