@@ -166,9 +166,7 @@ def test_both_ways_agree(backend: str, steps: int, tmp_path: Path) -> None:
         assert copied["chunkattn"] >= round(written)
     assert copied["chunkattn"] < copied["upstream"]
     assert peak["ideal"] <= peak["chunkattn"]
-    assert report["seconds"]["ratio"] == pytest.approx(
-        report["seconds"]["chunkattn"] / report["seconds"]["upstream"], rel=1e-3
-    )
+    assert report["seconds"]["median_ratio"] > 0
     assert report["geometry"]["frame_tokens"] == FRAME_TOKENS
     assert set(report["versions"]) >= {"python", "chunkattn", "torch", "vllm-omni"}
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

@@ -31,7 +31,7 @@ class Call:
 class Tally:
     """What one way has cost so far."""
 
-    seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)  # of each forward
     forwards: int = 0
     copied_bytes: int = 0
     peak_bytes: int = 0
