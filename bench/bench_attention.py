@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from timing import conditions, interleaved
+from timing import conditions, interleaved, speed_ratio, spread
 
 import chunkattn
 from chunkattn import torch_backend
@@ -173,8 +173,8 @@ def main() -> int:
                 "head_size": preset.head_size,
                 "dtype": str(dtype).removeprefix("torch."),
                 "copied_kv_bytes": copied,
-                "seconds": {n: [round(s, 6) for s in t] for n, t in times.items()},
-                "ratio": {n: round(t[0] / times[OURS][0], 3) for n, t in times.items()},
+                "seconds": {name: spread(seconds) for name, seconds in times.items()},
+                "ratio": {name: speed_ratio(times[name], times[OURS]) for name in times},
                 **conditions(device, args.seed),
             }
             show(row)

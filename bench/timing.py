@@ -18,7 +18,7 @@ def interleaved(
     device: torch.device,
     repeats: int,
     tick: Callable[[], object] = lambda: None,
-) -> dict[str, tuple[float, float, float]]:
+) -> dict[str, list[float]]:
     """Time the variants in turn, A B C A B C ..., after one call of each that does not count.
 
     Args:
@@ -29,7 +29,7 @@ def interleaved(
         tick: called after each counted call, for a progress bar.
 
     Returns:
-        ``(median, 20th percentile, 80th percentile)`` in seconds, for each name.
+        Seconds of each counted call, for each name.
     """
     on_gpu = device.type == "cuda"
     flush = torch.empty(256 << 20, dtype=torch.int8, device=device) if on_gpu else None
@@ -51,11 +51,18 @@ def interleaved(
                 call()
                 seconds[name].append(time.perf_counter() - began)
             tick()
-    result = {}
-    for name, times in seconds.items():
-        fifths = statistics.quantiles(times, n=5, method="inclusive")
-        result[name] = (statistics.median(times), fifths[0], fifths[3])
-    return result
+    return seconds
+
+
+def spread(seconds: list[float]) -> list[float]:
+    """Median, 20th and 80th percentile."""
+    fifths = statistics.quantiles(seconds, n=5, method="inclusive")
+    return [round(s, 6) for s in (statistics.median(seconds), fifths[0], fifths[3])]
+
+
+def speed_ratio(theirs: list[float], ours: list[float]) -> float:
+    """How many times as fast we are: the median over rounds, in which both ran right after another."""
+    return round(statistics.median(t / o for t, o in zip(theirs, ours, strict=True)), 3)
 
 
 def conditions(device: torch.device, seed: int) -> dict[str, Any]:
