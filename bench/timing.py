@@ -61,7 +61,7 @@ def spread(seconds: list[float]) -> list[float]:
 
 
 def speed_ratio(theirs: list[float], ours: list[float]) -> float:
-    """How many times as fast we are: the median over rounds, in which both ran right after another."""
+    """How many times as fast we are: the median over rounds, in which both ran close together."""
     return round(statistics.median(t / o for t, o in zip(theirs, ours, strict=True)), 3)
 
 
@@ -69,7 +69,7 @@ def conditions(device: torch.device, seed: int) -> dict[str, Any]:
     """What a result must say to be comparable: commit, machine, versions, threads, seed."""
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
+    dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True)
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return {
         "commit": commit.stdout.strip() + ("-dirty" if dirty.stdout.strip() else ""),
