@@ -69,7 +69,11 @@ def conditions(device: torch.device, seed: int) -> dict[str, Any]:
     """What a result must say to be comparable: commit, machine, versions, threads, seed."""
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True)
+    dirty = subprocess.run(
+        [*git, "status", "--porcelain", "-uno", "--", ":!bench/results"],
+        capture_output=True,
+        text=True,
+    )
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return {
         "commit": commit.stdout.strip() + ("-dirty" if dirty.stdout.strip() else ""),
