@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,19 +19,16 @@ from chunkattn.manager import (
 from chunkattn.pool import (
     allocate_kv_pool_with_views,
     chunk_slot_mapping,
-    compute_num_blocks,
     pool_write_chunk,
     resident_block_ids,
 )
+from chunkattn.sizing import SCRATCH_ENV, checked_window, managed_blocks, scratch_blocks
 from chunkattn.window import blocks_per_branch, ceil_div
 
 if TYPE_CHECKING:
     from chunkattn.session import Session
 
 logger = logging.getLogger(__name__)
-
-SCRATCH_ENV = "AR_DIFFUSION_KV_SCRATCH_BLOCKS_PER_BRANCH"
-DEFAULT_SCRATCH_BLOCKS = 4
 
 
 class ARDiffusionKVCache:
@@ -88,7 +84,7 @@ class ARDiffusionKVCache:
     ) -> None:
         from chunkattn.ops import BACKENDS, resolve_backend
 
-        window_chunks = _checked_window(config, num_frame_per_block)
+        window_chunks = checked_window(config, num_frame_per_block)
         if local_branches not in (1, 2):
             raise ValueError(f"`local_branches` must be 1 or 2, got {local_branches}")
         for name, number, least in (
@@ -148,8 +144,20 @@ class ARDiffusionKVCache:
             device=device,
         )
 
-        self.managed_num_blocks = self.num_blocks = self._size_pool(available_bytes)
-        self.scratch_blocks_per_branch = _scratch_blocks(
+        self.managed_num_blocks = self.num_blocks = managed_blocks(
+            available_bytes - self._cross_attention.num_bytes,
+            config.gpu_memory_fraction,
+            page_size_bytes=int(self.spec.page_size_bytes) * num_layers,
+            local_branches=local_branches,
+            blocks_per_branch=blocks_per_branch(
+                block_size=block_size,
+                chunk_size=config.chunk_size,
+                window_chunks=window_chunks,
+                sink_chunks=config.sink_chunks,
+                span_chunks=num_frame_per_block,
+            ),
+        )
+        self.scratch_blocks_per_branch = scratch_blocks(
             ceil_div(num_frame_per_block * config.chunk_size, block_size)
             + ceil_div(max_scratch_tokens_per_branch, block_size)
         )
@@ -207,42 +215,6 @@ class ARDiffusionKVCache:
             local_branches,
             self.backend,
         )
-
-    def _size_pool(self, available_bytes: int) -> int:
-        """Managed blocks: the configured share of the memory, raised to what a rollout needs."""
-        page = int(self.spec.page_size_bytes) * self.num_layers
-        free = max(0, available_bytes - self._cross_attention.num_bytes)
-        num_blocks = compute_num_blocks(free, self.config.gpu_memory_fraction, page)
-        per_branch = blocks_per_branch(
-            block_size=self.block_size,
-            chunk_size=self.spec.chunk_size,
-            window_chunks=self.window_chunks,
-            sink_chunks=self.spec.sink_chunks,
-            span_chunks=self.num_frame_per_block,
-        )
-        needed = self.local_branches * per_branch + 1  # and the null block
-        floor = needed + 1
-        if num_blocks >= floor:
-            return num_blocks
-        raised = min(floor, free // page)
-        if raised < needed:
-            raise ValueError(
-                f"`available_bytes` must hold at least {needed} blocks of {page} bytes "
-                f"({needed * page} bytes) so that a rollout can go on for ever: "
-                f"{self.local_branches} branch(es) x (sink + window + span = {per_branch} blocks) "
-                f"+ the null block; got {free} bytes after cross-attention, {free // page} blocks"
-            )
-        if raised > num_blocks:
-            logger.warning(
-                "K/V pool: gpu_memory_fraction %s gives %d blocks; raised to the %d that a "
-                "rollout needs: %d branch(es) x (sink + window + span = %d blocks) + 2",
-                self.config.gpu_memory_fraction,
-                num_blocks,
-                raised,
-                self.local_branches,
-                per_branch,
-            )
-        return max(num_blocks, raised)
 
     # -- cross-attention ------------------------------------------------------------------------
     def write_cross_kv(
@@ -560,35 +532,3 @@ class ARDiffusionKVCache:
                 f"request {adapter.request_id!r} has {max(0, pending)} allocated tokens in flight, "
                 f"{num_chunks} chunk(s) of {self.spec.chunk_size} are needed: allocate first"
             )
-
-
-def _checked_window(config: ARDiffusionKVConfig, num_frame_per_block: int) -> int:
-    """The config's ``window_chunks``, after every check that needs the config alone."""
-    if not config.enable:
-        raise ValueError(
-            "`config` must be enabled (ARDiffusionKVConfig(enable=True, ...)), got a disabled one"
-        )
-    if config.window_chunks is None:
-        raise ValueError("`window_chunks` must be set: the window is bounded, got None")
-    for name, number, least in (
-        ("chunk_size", config.chunk_size, 1),
-        ("window_chunks", config.window_chunks, 1),
-        ("sink_chunks", config.sink_chunks, 0),
-        ("num_frame_per_block", num_frame_per_block, 1),
-    ):
-        if number < least:
-            raise ValueError(f"`{name}` must be at least {least}, got {number}")
-    if config.window_chunks < num_frame_per_block:
-        raise ValueError(
-            f"`window_chunks` must hold the span of {num_frame_per_block} chunks, got "
-            f"{config.window_chunks}"
-        )
-    return config.window_chunks
-
-
-def _scratch_blocks(needed: int) -> int:
-    """Scratch blocks of a branch: what the model needs, or more if the environment asks."""
-    text = os.environ.get(SCRATCH_ENV, str(DEFAULT_SCRATCH_BLOCKS))
-    if not text.isdecimal() or int(text) <= 0:
-        raise ValueError(f"`{SCRATCH_ENV}` must be a positive integer, got {text!r}")
-    return max(needed, int(text))

@@ -10,7 +10,7 @@ from chunkattn import (
     ARDiffusionKVCache,
     PoolExhaustedError,
 )
-from chunkattn.cache import DEFAULT_SCRATCH_BLOCKS, SCRATCH_ENV
+from chunkattn.sizing import DEFAULT_SCRATCH_BLOCKS, SCRATCH_ENV
 from tests.helpers.rollout import (
     RELATIONS,
     TG,

@@ -181,7 +181,7 @@ def test_dreamzero():
 
 @pytest.mark.parametrize(("chunk", "block"), RELATIONS)
 def test_action_rows_are_seen_and_forgotten(chunk, block):
-    """Rows that follow the span: visible to the forward, never history."""
+    """C9: rows that follow the span: visible to the forward, never history; behind them is NaN."""
     cache = make_cache(chunk, block, max_scratch_tokens_per_branch=7)
     rollout = Rollout(cache.open_session("a"))
     for action_len in (7, 1, 0, 3, 7):

@@ -131,6 +131,19 @@ def test_a_shared_plan_is_not_taken_for_another():
         assert not fwd.block_table[0, 1:].any()
 
 
+def test_branches_have_scratch_of_their_own():
+    """Both guidance sides may be in flight at once, also where another op writes and reads."""
+    session = make_cache(local_branches=2).open_session("a")
+    for commits in ((False, False), (False, True), (True, True)):
+        forwards = [
+            session.forward(branch=branch, seq_len=4, commit=commit, action_len=3).__enter__()
+            for branch, commit in enumerate(commits)
+        ]
+        slots = [slot for fwd in forwards for slot in fwd.slot_mapping.tolist()]
+        assert len(set(slots)) == 14
+        session.reset()
+
+
 def test_a_plan_follows_commits_from_outside():
     """Chunks that the low-level calls commit on a session's request move its next plan too."""
     rollout = start()

@@ -1,0 +1,92 @@
+"""How many blocks a cache has, and what it refuses before it has any."""
+
+import logging
+import os
+
+from chunkattn.config import ARDiffusionKVConfig
+from chunkattn.pool import compute_num_blocks
+
+logger = logging.getLogger(__name__)
+
+SCRATCH_ENV = "AR_DIFFUSION_KV_SCRATCH_BLOCKS_PER_BRANCH"
+DEFAULT_SCRATCH_BLOCKS = 4
+
+
+def managed_blocks(
+    free_bytes: int,
+    gpu_memory_fraction: float,
+    *,
+    page_size_bytes: int,
+    local_branches: int,
+    blocks_per_branch: int,
+) -> int:
+    """Managed blocks: the configured share of the memory, raised to what a rollout needs.
+
+    Args:
+        free_bytes: memory after cross-attention.
+        gpu_memory_fraction: the share that the managed blocks may take.
+        page_size_bytes: bytes of one block, K and V of all layers.
+        local_branches: branches on this rank.
+        blocks_per_branch: sink, window and span of one branch.
+
+    Raises:
+        ValueError: all of the memory holds fewer blocks than a rollout needs to go on for ever.
+    """
+    free = max(0, free_bytes)
+    num_blocks = compute_num_blocks(free, gpu_memory_fraction, page_size_bytes)
+    needed = local_branches * blocks_per_branch + 1  # and the null block
+    floor = needed + 1
+    if num_blocks >= floor:
+        return num_blocks
+    raised = min(floor, free // page_size_bytes)
+    if raised < needed:
+        raise ValueError(
+            f"`available_bytes` must hold at least {needed} blocks of {page_size_bytes} bytes "
+            f"({needed * page_size_bytes} bytes) so that a rollout can go on for ever: "
+            f"{local_branches} branch(es) x (sink + window + span = {blocks_per_branch} blocks) "
+            f"+ the null block; got {free} bytes after cross-attention, "
+            f"{free // page_size_bytes} blocks"
+        )
+    if raised > num_blocks:
+        logger.warning(
+            "K/V pool: gpu_memory_fraction %s gives %d blocks; raised to the %d that a "
+            "rollout needs: %d branch(es) x (sink + window + span = %d blocks) + 2",
+            gpu_memory_fraction,
+            num_blocks,
+            raised,
+            local_branches,
+            blocks_per_branch,
+        )
+    return max(num_blocks, raised)
+
+
+def checked_window(config: ARDiffusionKVConfig, num_frame_per_block: int) -> int:
+    """The config's ``window_chunks``, after every check that needs the config alone."""
+    if not config.enable:
+        raise ValueError(
+            "`config` must be enabled (ARDiffusionKVConfig(enable=True, ...)), got a disabled one"
+        )
+    if config.window_chunks is None:
+        raise ValueError("`window_chunks` must be set: the window is bounded, got None")
+    for name, number, least in (
+        ("chunk_size", config.chunk_size, 1),
+        ("window_chunks", config.window_chunks, 1),
+        ("sink_chunks", config.sink_chunks, 0),
+        ("num_frame_per_block", num_frame_per_block, 1),
+    ):
+        if number < least:
+            raise ValueError(f"`{name}` must be at least {least}, got {number}")
+    if config.window_chunks < num_frame_per_block:
+        raise ValueError(
+            f"`window_chunks` must hold the span of {num_frame_per_block} chunks, got "
+            f"{config.window_chunks}"
+        )
+    return config.window_chunks
+
+
+def scratch_blocks(needed: int) -> int:
+    """Scratch blocks of a branch: what the model needs, or more if the environment asks."""
+    text = os.environ.get(SCRATCH_ENV, str(DEFAULT_SCRATCH_BLOCKS))
+    if not text.isdecimal() or int(text) <= 0:
+        raise ValueError(f"`{SCRATCH_ENV}` must be a positive integer, got {text!r}")
+    return max(needed, int(text))
