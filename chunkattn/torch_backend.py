@@ -47,22 +47,32 @@ def scatter(
     slot_mapping: torch.Tensor,
 ) -> None:
     """`chunkattn.kernels.scatter.scatter` in torch."""
-    num_tokens = key.shape[0]
-    block_size = key_pool.shape[1]
-    slots = slot_mapping.long()
-    parts = [(key, value, slots[:num_tokens])]
+    num_tokens, block_size = key.shape[0], key_pool.shape[1]
+    parts = [(key, value, slot_mapping[:num_tokens])]
     if key_extra is not None and value_extra is not None:
-        parts.append((key_extra, value_extra, slots[num_tokens:]))
-    for rows_k, rows_v, part in parts:
-        keep = part >= 0
-        if not bool(keep.all()):
-            rows_k, rows_v, part = rows_k[keep], rows_v[keep], part[keep]
-        for pool, rows in ((key_pool, rows_k), (value_pool, rows_v)):
-            flat = _flat(pool)
-            if flat is not None:
-                flat.index_copy_(0, part, rows.to(pool.dtype))
-            else:
-                pool[part // block_size, part % block_size] = rows.to(pool.dtype)
+        parts.append((key_extra, value_extra, slot_mapping[num_tokens:]))
+    flat_key, flat_value = _flat(key_pool), _flat(value_pool)
+    for keys, values, slots in parts:
+        if flat_key is not None and flat_value is not None and slots.device.type == "cpu":
+            # The slots of a span are a few runs: one plain copy each.
+            for first, begin, end in _runs(slots):
+                if first >= 0:
+                    flat_key[first : first + end - begin] = keys[begin:end]
+                    flat_value[first : first + end - begin] = values[begin:end]
+            continue
+        keep = slots >= 0
+        slots = slots[keep].long()
+        for pool, rows in ((key_pool, keys), (value_pool, values)):
+            pool[slots // block_size, slots % block_size] = rows[keep].to(pool.dtype)
+
+
+def _runs(ids: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Runs of ids that rise by one, as ``(first id, begin, end)``; ids below 0 stand alone."""
+    if ids.numel() == 0:
+        return []
+    breaks = (ids[1:] != ids[:-1] + 1) | (ids[:-1] < 0)
+    begins = [0, *(breaks.nonzero().flatten() + 1).tolist()]
+    return list(zip(ids[begins].tolist(), begins, [*begins[1:], ids.numel()], strict=True))
 
 
 @torch.no_grad()
@@ -115,24 +125,17 @@ def _window_parts(
     strided pool).
     """
     block_size = key_pool.shape[1]
-    ids = block_table[: -(-seq_len // block_size)].tolist()
+    table = block_table[: -(-seq_len // block_size)]
     flat_key, flat_value = _flat(key_pool), _flat(value_pool)
-    parts: list[Part] = []
-    begin = 0
-    while begin < len(ids):
-        end = begin + 1
-        if flat_key is not None and flat_value is not None:
-            while end < len(ids) and ids[end] == ids[end - 1] + 1:
-                end += 1
-            first_slot = ids[begin] * block_size
-            rows = slice(
-                first_slot, first_slot + min(end * block_size, seq_len) - begin * block_size
-            )
-            parts.append((flat_key[rows], flat_value[rows]))
-        else:
-            rows = slice(0, min(block_size, seq_len - begin * block_size))
-            parts.append((key_pool[ids[begin], rows], value_pool[ids[begin], rows]))
-        begin = end
+    if flat_key is None or flat_value is None:
+        rows = [min(block_size, seq_len - i * block_size) for i in range(len(table))]
+        ids = zip(table.tolist(), rows, strict=True)
+        return [(key_pool[block, :n], value_pool[block, :n]) for block, n in ids]
+    parts = []
+    for first, begin, end in _runs(table):
+        start = first * block_size
+        stop = start + min(end * block_size, seq_len) - begin * block_size
+        parts.append((flat_key[start:stop], flat_value[start:stop]))
     return parts
 
 
