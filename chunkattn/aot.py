@@ -26,6 +26,7 @@ _POINTER_TYPES = {
     "block_table_ptr": "*i32",
     "seq_lens_ptr": "*i32",
     "query_start_loc_ptr": "*i32",
+    "current_start_loc_ptr": "*i32",
     "slot_mapping_ptr": "*i32",
     "lse_ptr": "*fp32",
 }
@@ -62,58 +63,83 @@ class Row:
     padding_waste: float
 
 
-def compile_walk(arch: str, block_size: int, head_size: int, num_query_rows: int) -> Row:
-    """Compile the walk for one sequence of bfloat16 heads, without lse and current rows.
+def compile_walk(
+    arch: str,
+    block_size: int,
+    head_size: int,
+    num_query_rows: int,
+    *,
+    descriptors: bool = False,
+    every_path: bool = False,
+) -> Row:
+    """Compile the walk for bfloat16 heads.
 
     Args:
-        arch: an NVIDIA target such as ``"sm_90"``.
+        arch: a target such as ``"sm_90"`` or ``"gfx942"``.
         block_size: tokens of a block.
         head_size: elements of a head.
         num_query_rows: query rows of the call, which choose the tile.
+        descriptors: read the pools by tensor descriptors; the row's kernel is ``"walk"`` then, and
+            ``"walk_pointers"`` where pointers read them although the target has descriptors.
+        every_path: ragged sequences, grouped queries, lse and current rows, not one plain sequence.
 
     Raises:
         RuntimeError: in a process where Triton interprets its kernels.
     """
-    from chunkattn.kernels.tuning import next_power_of_2, walk_tiles
+    from chunkattn.kernels.tuning import padding_waste, walk_tiles
     from chunkattn.kernels.walk import _walk_kernel
 
-    capability = int(arch.removeprefix("sm_"))
-    tiles = walk_tiles(capability, head_size, 2, block_size, num_query_rows)
-    constants = {
-        "key_current_ptr": None,
-        "value_current_ptr": None,
-        "current_start_loc_ptr": None,
-        "lse_ptr": None,
+    tiles = walk_tiles(_capability(arch), head_size, 2, block_size, num_query_rows)
+    constants = _attention_constants(tiles, head_size, every_path) | {
         "BLOCK_SIZE": block_size,
-        "HEAD_SIZE": head_size,
-        "QUERIES_PER_KV": 1,
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "BLOCK_D": max(16, next_power_of_2(head_size)),
         "TAIL_N": tiles.tail_n,
-        "PRECISION": "tf32",
-        "ONE_SEQ": True,
-        "HAS_CURRENT": False,
-        "HAS_LSE": False,
+        "HAS_DESC": descriptors,
+        "COUNT_TILES": tiles.count_tiles,
     }
-    compiled = _compile(_walk_kernel, constants, arch, tiles.num_warps, tiles.num_stages)
-    rest = block_size % tiles.block_n
-    roles = ["full"] * (block_size >= tiles.block_n) + ["tail"] * (rest > 0) + ["rest"]
-    computed = block_size - rest + (tiles.tail_n if rest else 0)
-    return Row(
-        "walk",
+    types = {}
+    for name in ("key", "value"):
+        for part, rows in (("", tiles.block_n), ("_tail", tiles.tail_n)):
+            if descriptors:
+                box = f"1, {rows}, {constants['BLOCK_D']}"
+                types[f"{name}{part}_desc"] = f"tensordesc<bf16[{box}]>"
+            else:
+                constants[f"{name}{part}_desc"] = None
+    compiled = _compile(_walk_kernel, constants, arch, tiles.num_warps, tiles.num_stages, types)
+    full, tail = block_size >= tiles.block_n, block_size % tiles.block_n > 0
+    return _row(
+        "walk" if descriptors or _capability(arch) < 90 else "walk_pointers",
         arch,
         block_size,
         head_size,
-        "bfloat16",
-        tiles.block_m,
-        tiles.block_n,
-        tiles.num_warps,
-        tiles.num_stages,
-        *_resources(compiled),
-        _loops(compiled, roles),
-        round(computed / block_size - 1, 4),
+        tiles,
+        compiled,
+        ["full"] * full + ["tail"] * tail + ["rest"] * (2 if every_path else 1),
+        round(padding_waste(block_size, tiles), 4),
     )
+
+
+def compile_gather(
+    arch: str,
+    block_size: int,
+    head_size: int,
+    num_query_rows: int,
+    *,
+    wide: bool = False,
+    every_path: bool = False,
+) -> Row:
+    """Compile the gather, with 64-bit offsets if ``wide``; the rest is as in `compile_walk`."""
+    from chunkattn.kernels.gather import _gather_kernel
+    from chunkattn.kernels.tuning import gather_tiles
+
+    tiles = gather_tiles(_capability(arch), head_size, 2, num_query_rows)
+    constants = _attention_constants(tiles, head_size, every_path) | {
+        "BLOCK_SIZE": block_size,
+        "WIDE": wide,
+    }
+    compiled = _compile(_gather_kernel, constants, arch, tiles.num_warps, tiles.num_stages)
+    roles = ["full"] + ["rest"] * every_path
+    kernel = "gather64" if wide else "gather"
+    return _row(kernel, arch, block_size, head_size, tiles, compiled, roles, 0.0)
 
 
 def compile_scatter(arch: str, block_size: int, num_kv_heads: int, head_size: int) -> Row:
@@ -131,35 +157,83 @@ def compile_scatter(arch: str, block_size: int, num_kv_heads: int, head_size: in
         "HAS_EXTRA": True,
     }
     compiled = _compile(_scatter_kernel, constants, arch, 4, 1)
-    return Row(
-        "scatter",
-        arch,
-        block_size,
-        head_size,
-        "bfloat16",
-        block_t,
-        block_c,
-        4,
-        1,
-        *_resources(compiled),
-        [],
-        0.0,
-    )
+    sizes = (block_size, head_size, "bfloat16", block_t, block_c, 4, 1)
+    return Row("scatter", arch, *sizes, *_resources(compiled), [], 0.0)
 
 
 def jobs(archs: Sequence[str], presets: Sequence[str]) -> list[Callable[[], Row]]:
     """One job for each kernel, target and preset; a job compiles when it is called."""
     found: list[Callable[[], Row]] = []
-    for preset in (get_preset(name) for name in presets):
-        span = preset.frames_per_span * preset.frame_tokens + preset.action_tokens
-        block, size = preset.frame_tokens, preset.head_size
-        for arch in archs:
-            found.append(functools.partial(compile_walk, arch, block, size, span))
+    for arch in archs:
+        for preset in (get_preset(name) for name in presets):
+            span = preset.frames_per_span * preset.frame_tokens + preset.action_tokens
+            rows = span * preset.heads // preset.kv_heads
+            block, size = preset.frame_tokens, preset.head_size
+            for descriptors in (True, False) if _capability(arch) >= 90 else (False,):
+                job = functools.partial(compile_walk, arch, block, size, rows)
+                found.append(functools.partial(job, descriptors=descriptors))
             found.append(functools.partial(compile_scatter, arch, block, preset.kv_heads, size))
+        for wide in (False, True):
+            found.append(functools.partial(compile_gather, arch, 16, size, rows, wide=wide))
     return found
 
 
-def _compile(kernel: Any, constants: dict[str, Any], arch: str, warps: int, stages: int) -> Any:
+def _capability(arch: str) -> int:
+    """As `launch.arch_of` says it: 0 on an AMD GPU."""
+    return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
+
+
+def _attention_constants(tiles: Any, head_size: int, every_path: bool) -> dict[str, Any]:
+    from chunkattn.kernels.tuning import next_power_of_2
+
+    constants = {
+        "HEAD_SIZE": head_size,
+        "QUERIES_PER_KV": 5 if every_path else 1,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_D": max(16, next_power_of_2(head_size)),
+        "REST_N": tiles.rest_n,
+        "PRECISION": "tf32",
+        "ONE_SEQ": not every_path,
+        "HAS_CURRENT": every_path,
+        "HAS_LSE": every_path,
+    }
+    absent = ("key_current_ptr", "value_current_ptr", "current_start_loc_ptr", "lse_ptr")
+    return constants if every_path else constants | dict.fromkeys(absent)
+
+
+def _row(
+    kernel: str,
+    arch: str,
+    block_size: int,
+    head_size: int,
+    tiles: Any,
+    compiled: Any,
+    roles: list[str],
+    padding_waste: float,
+) -> Row:
+    sizes = (tiles.block_m, tiles.block_n, tiles.num_warps, tiles.num_stages)
+    return Row(
+        kernel,
+        arch,
+        block_size,
+        head_size,
+        "bfloat16",
+        *sizes,
+        *_resources(compiled),
+        _loops(compiled, roles),
+        padding_waste,
+    )
+
+
+def _compile(
+    kernel: Any,
+    constants: dict[str, Any],
+    arch: str,
+    warps: int,
+    stages: int,
+    types: dict[str, str] | None = None,
+) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -167,7 +241,7 @@ def _compile(kernel: Any, constants: dict[str, Any], arch: str, warps: int, stag
     if not isinstance(kernel, triton.JITFunction):
         raise RuntimeError("Triton must compile, not interpret: unset TRITON_INTERPRET")
     constants = constants | {n: 1 for n in kernel.arg_names if n in _STRIDE_1_ARGUMENTS}
-    signature = {n: _type_of(n) for n in kernel.arg_names}
+    signature = {n: _type_of(n) for n in kernel.arg_names} | (types or {})
     signature |= {n: "constexpr" for n in constants}
     # As a launch specialises them: pointers and strides are multiples of 16.
     multiples = {
@@ -176,7 +250,9 @@ def _compile(kernel: Any, constants: dict[str, Any], arch: str, warps: int, stag
         if n not in constants and (n.endswith("_ptr") or n.startswith("stride_"))
     }
     source = ASTSource(kernel, signature, constants, multiples)
-    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    target = GPUTarget("cuda", _capability(arch), 32)
+    if arch.startswith("gfx"):
+        target = GPUTarget("hip", arch, 64)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     return triton.compile(source, target=target, options=options)
 
@@ -200,6 +276,14 @@ def _cuobjdump(flag: str, compiled: Any) -> str:
 
 def _resources(compiled: Any) -> tuple[int, int, int]:
     """Registers a thread, bytes of stack a thread, bytes of shared memory a program."""
+    if "amdgcn" in compiled.asm:
+        # A lane's vector registers, and its private segment, which also holds what is spilled.
+        found = [
+            re.search(rf"\.{name}: +(\d+)", compiled.asm["amdgcn"])
+            for name in ("vgpr_count", "private_segment_fixed_size")
+        ]
+        registers, stack = (int(match[1]) if match else -1 for match in found)
+        return registers, stack, int(compiled.metadata.shared)
     usage = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("-res-usage", compiled))
     if usage is None:
         raise RuntimeError("cuobjdump printed no resource usage")
@@ -208,8 +292,10 @@ def _resources(compiled: Any) -> tuple[int, int, int]:
 
 def _loops(compiled: Any, roles: list[str]) -> list[Loop]:
     """Innermost loops that hold matrix instructions: the code between a backward branch and its
-    target.
+    target. None for an AMD target, whose code is not read.
     """
+    if "amdgcn" in compiled.asm:
+        return []
     code = []
     for line in _cuobjdump("-sass", compiled).splitlines():
         match = re.match(r"\s+/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)([^;]*);", line)

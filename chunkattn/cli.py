@@ -12,7 +12,7 @@ from typing import Any
 
 from chunkattn.presets import PRESETS
 
-AOT_ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
+AOT_ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 AOT_PRESETS = ("dreamzero_14b", "lingbot_world_v2")
 DEMO_PACKAGES = ("vllm", "vllm_omni", "matplotlib", "rich")
 DEMO_SIZE: dict[str, Any] = {"layers": 2, "grid": (22, 40)}

@@ -8,7 +8,9 @@ every layer without a check.
 import functools
 import logging
 import math
+from collections.abc import Callable
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -78,7 +80,7 @@ def resolve_backend(backend: str, device: torch.device, head_size: int) -> str:
     if backend == "auto":
         backend = _default_backend(device.type)
     if backend == "triton":
-        if device.type == "cpu" and not _triton_kernels()[1].is_interpreted():
+        if device.type == "cpu" and not _triton_kernels().walk.is_interpreted():
             raise ValueError(
                 "`backend` must be 'torch' for tensors on the CPU (or set TRITON_INTERPRET=1 "
                 "before the first import of triton), got 'triton'"
@@ -99,15 +101,33 @@ def _default_backend(device_type: str) -> str:
     return "triton"
 
 
+class Kernels(NamedTuple):
+    """The modules of the triton backend."""
+
+    scatter: ModuleType
+    walk: ModuleType
+    gather: ModuleType
+    tuning: ModuleType
+
+
 @functools.cache
-def _triton_kernels() -> tuple[ModuleType, ModuleType]:
+def _triton_kernels() -> Kernels:
     try:
-        from chunkattn.kernels import scatter, walk
+        from chunkattn.kernels import gather, scatter, tuning, walk
     except ImportError as error:
         raise MissingDependencyError(
             f"backend 'triton' needs Triton: pip install triton, or use backend='torch' ({error})"
         ) from error
-    return scatter, walk
+    return Kernels(scatter, walk, gather, tuning)
+
+
+def _attention_kernel(block_size: int) -> Callable[..., None]:
+    kernels = _triton_kernels()
+    if block_size < kernels.tuning.GATHER_BELOW:
+        launch: Callable[..., None] = kernels.gather.gather
+    else:
+        launch = kernels.walk.walk
+    return launch
 
 
 def _as_blocks(pool: torch.Tensor) -> torch.Tensor:
@@ -137,7 +157,7 @@ def _scatter(
     slot_mapping: torch.Tensor,
     backend: str,
 ) -> None:
-    launch = torch_backend.scatter if backend == "torch" else _triton_kernels()[0].scatter
+    launch = torch_backend.scatter if backend == "torch" else _triton_kernels().scatter.scatter
     launch(
         key,
         value,
@@ -165,7 +185,7 @@ def _attend(
     softmax_scale: float,
     backend: str,
 ) -> None:
-    launch = torch_backend.attend if backend == "torch" else _triton_kernels()[1].walk
+    launch = torch_backend.attend if backend == "torch" else _attention_kernel(key_pool.shape[1])
     launch(
         query,
         key_pool,

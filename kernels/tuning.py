@@ -4,15 +4,21 @@ time.
 
 from typing import NamedTuple
 
+# Why not `walk`: its tiles never span two blocks.
+GATHER_BELOW = 64
+"""Blocks of fewer tokens are read by `gather`."""
+
 
 class WalkTiles(NamedTuple):
-    """Compile-time sizes of one walk launch."""
+    """Compile-time sizes of one launch of `walk`, or of `gather`, which has no tail."""
 
     block_m: int
     block_n: int
     tail_n: int
+    rest_n: int
     num_warps: int
     num_stages: int
+    count_tiles: bool  # along with the blocks of a table, where that is cheaper than to divide
 
 
 def next_power_of_2(n: int) -> int:
@@ -21,7 +27,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def walk_tiles(
-    arch: int, head_size: int, element_size: int, block_size: int, num_query_rows: int
+    arch: int, head_size: int, element_size: int, block_size: int, num_rows: int
 ) -> WalkTiles:
     """Choose the tiles of `walk`.
 
@@ -33,18 +39,36 @@ def walk_tiles(
         head_size: elements of one head.
         element_size: bytes of one K/V element.
         block_size: tokens of one entry of the block table.
-        num_query_rows: query rows of the whole call.
+        num_rows: query rows of the whole call, those of all query heads of a K/V head counted.
     """
     block_d = max(16, next_power_of_2(head_size))
     # fp32 has no tensor-core path at full precision, and 256-wide heads double the accumulator.
     wide = element_size == 2 and block_d <= 128
     block_m = 128 if wide else 64
-    # From sm_90 on operands come from shared memory, which leaves registers for twice the columns.
-    block_n = (128 if arch >= 90 else 64) if wide else 32
-    block_m = min(block_m, max(16, next_power_of_2(num_query_rows)))
+    # On sm_90 and sm_100 operands come from shared memory, which leaves registers for twice the
+    # columns; sm_120 multiplies as sm_80 does.
+    block_n = (128 if 90 <= arch < 120 else 64) if wide else 32
+    block_m = min(block_m, max(16, next_power_of_2(num_rows)))
     block_n = min(block_n, max(16, next_power_of_2(block_size)))
     tail_n = max(16, next_power_of_2(block_size % block_n or block_n))
-    return WalkTiles(block_m, block_n, tail_n, num_warps=8 if block_m == 128 else 4, num_stages=2)
+    # The masked loops at the end are short: a smaller tile keeps them from raising the register
+    # count.
+    rest_n = min(block_n, 64)
+    num_warps = 8 if block_m == 128 else 4
+    return WalkTiles(block_m, block_n, tail_n, rest_n, num_warps, 2, count_tiles=arch >= 100)
+
+
+def gather_tiles(arch: int, head_size: int, element_size: int, num_rows: int) -> WalkTiles:
+    """Choose the tiles of `gather`: those of `walk` in one block that holds everything."""
+    tiles = walk_tiles(arch, head_size, element_size, 1 << 30, num_rows)
+    # Two stages take 80 KiB of shared memory on gfx942, which has 64.
+    return tiles._replace(num_stages=2 if arch else 1)
+
+
+def padding_waste(block_size: int, tiles: WalkTiles) -> float:
+    """Keys that `walk` computes over keys that are visible, less one, in whole blocks."""
+    tail_rows = block_size % tiles.block_n
+    return (tiles.tail_n - tail_rows) / block_size if tail_rows else 0.0
 
 
 def scatter_tile(num_columns: int) -> tuple[int, int]:

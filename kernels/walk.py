@@ -11,44 +11,32 @@ Layouts (strides are in elements; the last one is 1):
     current_start_loc        (num_seqs + 1,)
     lse                      (num_tokens, num_heads) float32, natural log
 
-Attention is not causal, so the order of the keys is free. One program serves one (query tile, head)
-and runs:
+Attention is not causal, so the order of the keys is free. One program serves one tile of query rows
+(the query heads of one K/V head packed into it) and one K/V head, and runs:
 
 1. the full tiles of every whole block, without any mask;
 2. the ragged last tile of every whole block, with a tile size of its own;
 3. the rows of the last, partly filled block, then the current rows.
-"""
 
-import functools
+The bounds are read from ``seq_lens`` on the device: a launch does not change as the window moves.
+"""
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .primitives import LN2, LOG2E, attend_rows, softmax_step, strides
-from .tuning import next_power_of_2, walk_tiles
-
-# Stands for 0: every key weighs the same, and a masked score stays -inf (-inf * 0 would be NaN).
-_SMALLEST_SCALE = 1e-30
-
-
-@triton.jit
-def _sequence_of_tile(query_start_loc_ptr, num_seqs, tile, BLOCK_M: tl.constexpr):
-    """Index of the sequence that owns query tile ``tile``, by bisection.
-
-    Sequence ``s`` is given the tiles from ``query_start_loc[s] // BLOCK_M + s`` on, so the grid
-    needs no look at the device: ``num_tokens // BLOCK_M + num_seqs`` tiles always suffice.
-    """
-    low = 0
-    high = num_seqs - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        first_tile = tl.load(query_start_loc_ptr + middle) // BLOCK_M + middle
-        if first_tile <= tile:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+from .launch import NUM_POINTERS, arch_of, launch_arguments
+from .primitives import (
+    attend_current,
+    attend_rows,
+    sequence_of_tile,
+    softmax_step,
+    store_tile,
+    strides,
+    tile_rows,
+)
+from .tuning import walk_tiles
 
 
 @triton.jit
@@ -64,6 +52,10 @@ def _walk_kernel(
     current_start_loc_ptr,
     out_ptr,
     lse_ptr,
+    key_desc,  # blocks of the pools as [1, BLOCK_N, BLOCK_D] and [1, TAIL_N, BLOCK_D], or None
+    value_desc,
+    key_tail_desc,
+    value_tail_desc,
     scale_log2,
     num_seqs,
     stride_query_token,
@@ -91,38 +83,41 @@ def _walk_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TAIL_N: tl.constexpr,
+    REST_N: tl.constexpr,
     PRECISION: tl.constexpr,
     ONE_SEQ: tl.constexpr,
     HAS_CURRENT: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    HAS_DESC: tl.constexpr,
+    COUNT_TILES: tl.constexpr,
 ):
+    """Attend one tile of ``BLOCK_M`` query rows over one sequence's blocks and current rows.
+
+    Layout: as the module says; K/V blocks also as descriptors of ``(num_blocks, block_size,
+    num_kv_heads * head_size)``, read in boxes of one block, one tile of rows and one head.
+    Work of a launch: 4 * head_size multiply-adds' flops a (query row, head, visible key), plus what
+    ``TAIL_N`` pads each whole block's last tile with (`tuning.padding_waste`).
+    Bytes of a launch: every tile of query rows reads the K and V of its head once,
+    2 * head_size * visible keys * element size; ``query`` is read and ``out`` written once.
+    """
     TILES_PER_BLOCK: tl.constexpr = BLOCK_SIZE // BLOCK_N
     TAIL_ROWS: tl.constexpr = BLOCK_SIZE % BLOCK_N
+    TAIL_START: tl.constexpr = TILES_PER_BLOCK * BLOCK_N
 
-    tile = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    kv_head = head // QUERIES_PER_KV
-    if ONE_SEQ:
-        seq = 0
-    else:
-        seq = _sequence_of_tile(query_start_loc_ptr, num_seqs, tile, BLOCK_M)
-    query_start = tl.load(query_start_loc_ptr + seq)
-    query_len = tl.load(query_start_loc_ptr + seq + 1) - query_start
-    first_row = (tile - (query_start // BLOCK_M + seq)) * BLOCK_M
-    if first_row >= query_len:
+    seq = sequence_of_tile(query_start_loc_ptr, num_seqs, QUERIES_PER_KV, BLOCK_M, ONE_SEQ)
+    kv_head = tl.program_id(1)
+    token, head, mask_m, has_rows = tile_rows(
+        query_start_loc_ptr, seq, kv_head, QUERIES_PER_KV, BLOCK_M
+    )
+    if not has_rows:
         return
-
-    offs_m = first_row + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    mask_m = offs_m < query_len
     mask_d = offs_d < HEAD_SIZE
-    rows_m = (query_start + offs_m).to(tl.int64)
     # [BLOCK_M, BLOCK_D]
     query = tl.load(
         query_ptr
-        + rows_m[:, None] * stride_query_token
-        + head * stride_query_head
+        + (token * stride_query_token + head * stride_query_head)[:, None]
         + offs_d[None, :],
         mask=mask_m[:, None] & mask_d[None, :],
         other=0.0,
@@ -131,63 +126,85 @@ def _walk_kernel(
     seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
     num_whole_blocks = seq_len // BLOCK_SIZE
     table_ptr = block_table_ptr + tl.cast(seq, tl.int64) * stride_table_seq
-    key_head_ptr = key_pool_ptr + kv_head * stride_key_head
-    value_head_ptr = value_pool_ptr + kv_head * stride_value_head
-    # Offsets inside a tile do not change from tile to tile: computed once, in 64 bits.
-    key_tile_ptr = key_head_ptr + offs_n.to(tl.int64)[None, :] * stride_key_slot + offs_d[:, None]
-    value_tile_ptr = (
-        value_head_ptr + offs_n.to(tl.int64)[:, None] * stride_value_slot + offs_d[None, :]
-    )
+    column = kv_head * HEAD_SIZE  # of a descriptor's last dimension
+    key_head_ptr = key_pool_ptr + kv_head.to(tl.int64) * stride_key_head
+    value_head_ptr = value_pool_ptr + kv_head.to(tl.int64) * stride_value_head
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
 
     if TILES_PER_BLOCK > 0:
+        if not HAS_DESC:
+            # Offsets inside a tile do not change from tile to tile: computed once, in 64 bits.
+            rows = offs_n.to(tl.int64)
+            key_offset = rows[None, :] * stride_key_slot + offs_d[:, None]
+            value_offset = rows[:, None] * stride_value_slot + offs_d[None, :]
+        entry = 0
+        tile = 0
         for i in tl.range(0, num_whole_blocks * TILES_PER_BLOCK):
-            entry = tl.cast(i // TILES_PER_BLOCK, tl.int64)
-            block = tl.load(table_ptr + entry * stride_table_block).to(tl.int64)
-            slot = tl.cast(i % TILES_PER_BLOCK, tl.int64) * BLOCK_N
-            key_base = block * stride_key_block + slot * stride_key_slot
-            value_base = block * stride_value_block + slot * stride_value_slot
-            if BLOCK_D == HEAD_SIZE:
-                key = tl.load(key_tile_ptr + key_base)
-                value = tl.load(value_tile_ptr + value_base)
+            if not COUNT_TILES:
+                entry = i // TILES_PER_BLOCK
+                tile = i % TILES_PER_BLOCK
+            block = tl.load(table_ptr + tl.cast(entry, tl.int64) * stride_table_block)
+            # Keys as [BLOCK_D, BLOCK_N], values as [BLOCK_N, BLOCK_D]
+            if HAS_DESC:
+                block = block.to(tl.int32)
+                slot = tile * BLOCK_N
+                key = key_desc.load([block, slot, column]).reshape(BLOCK_N, BLOCK_D)
+                value = value_desc.load([block, slot, column]).reshape(BLOCK_N, BLOCK_D)
+                key = key.T
             else:
-                key = tl.load(key_tile_ptr + key_base, mask=mask_d[:, None], other=0.0)
-                value = tl.load(value_tile_ptr + value_base, mask=mask_d[None, :], other=0.0)
+                block = block.to(tl.int64)
+                slot = tl.cast(tile, tl.int64) * BLOCK_N
+                key_first = block * stride_key_block + slot * stride_key_slot
+                value_first = block * stride_value_block + slot * stride_value_slot
+                key_ptr = key_head_ptr + key_first + key_offset
+                value_ptr = value_head_ptr + value_first + value_offset
+                if BLOCK_D == HEAD_SIZE:
+                    key = tl.load(key_ptr)
+                    value = tl.load(value_ptr)
+                else:
+                    key = tl.load(key_ptr, mask=mask_d[:, None], other=0.0)
+                    value = tl.load(value_ptr, mask=mask_d[None, :], other=0.0)
             acc, row_max, row_sum = softmax_step(
-                query,
-                key,
-                value,
-                acc,
-                row_max,
-                row_sum,
-                scale_log2,
-                offs_n < BLOCK_N,
-                False,
-                PRECISION,
+                query, key, value, acc, row_max, row_sum, scale_log2, None, False, PRECISION
             )
+            if COUNT_TILES:
+                tile += 1
+                if tile == TILES_PER_BLOCK:
+                    tile = 0
+                    entry += 1
 
     if TAIL_ROWS > 0:
         offs_t = tl.arange(0, TAIL_N)
         mask_t = offs_t < TAIL_ROWS
-        slots = (TILES_PER_BLOCK * BLOCK_N + offs_t).to(tl.int64)
-        key_tail_ptr = key_head_ptr + slots[None, :] * stride_key_slot + offs_d[:, None]
-        value_tail_ptr = value_head_ptr + slots[:, None] * stride_value_slot + offs_d[None, :]
-        for b in tl.range(0, num_whole_blocks):
-            entry = tl.cast(b, tl.int64)
-            block = tl.load(table_ptr + entry * stride_table_block).to(tl.int64)
-            key = tl.load(
-                key_tail_ptr + block * stride_key_block,
-                mask=mask_t[None, :] & mask_d[:, None],
-                other=0.0,
-            )
-            value = tl.load(
-                value_tail_ptr + block * stride_value_block,
-                mask=mask_t[:, None] & mask_d[None, :],
-                other=0.0,
-            )
+        if not HAS_DESC:
+            rows = (TAIL_START + offs_t).to(tl.int64)
+            key_tail_ptr = key_head_ptr + rows[None, :] * stride_key_slot + offs_d[:, None]
+            value_tail_ptr = value_head_ptr + rows[:, None] * stride_value_slot + offs_d[None, :]
+        for entry in tl.range(0, num_whole_blocks):
+            block = tl.load(table_ptr + tl.cast(entry, tl.int64) * stride_table_block)
+            # Keys as [BLOCK_D, TAIL_N], values as [TAIL_N, BLOCK_D]
+            if HAS_DESC:
+                # Rows past the block are outside the descriptor's second dimension: zeros.
+                block = block.to(tl.int32)
+                first = [block, TAIL_START, column]
+                key = key_tail_desc.load(first).reshape(TAIL_N, BLOCK_D)
+                value = value_tail_desc.load(first).reshape(TAIL_N, BLOCK_D)
+                key = key.T
+            else:
+                block = block.to(tl.int64)
+                key = tl.load(
+                    key_tail_ptr + block * stride_key_block,
+                    mask=mask_t[None, :] & mask_d[:, None],
+                    other=0.0,
+                )
+                value = tl.load(
+                    value_tail_ptr + block * stride_value_block,
+                    mask=mask_t[:, None] & mask_d[None, :],
+                    other=0.0,
+                )
             acc, row_max, row_sum = softmax_step(
                 query, key, value, acc, row_max, row_sum, scale_log2, mask_t, True, PRECISION
             )
@@ -211,59 +228,82 @@ def _walk_kernel(
         num_last_rows,
         scale_log2,
         offs_d,
-        BLOCK_N,
+        REST_N,
         HEAD_SIZE,
         PRECISION,
     )
     if HAS_CURRENT:
-        current_start = tl.load(current_start_loc_ptr + seq).to(tl.int64)
-        current_end = tl.load(current_start_loc_ptr + seq + 1).to(tl.int64)
-        acc, row_max, row_sum = attend_rows(
+        acc, row_max, row_sum = attend_current(
             query,
             acc,
             row_max,
             row_sum,
-            key_current_ptr
-            + current_start * stride_key_current_token
-            + kv_head * stride_key_current_head,
-            value_current_ptr
-            + current_start * stride_value_current_token
-            + kv_head * stride_value_current_head,
+            key_current_ptr,
+            value_current_ptr,
+            current_start_loc_ptr,
+            seq,
+            kv_head,
             stride_key_current_token,
+            stride_key_current_head,
             stride_value_current_token,
-            (current_end - current_start).to(tl.int32),
+            stride_value_current_head,
             scale_log2,
             offs_d,
-            BLOCK_N,
+            REST_N,
             HEAD_SIZE,
             PRECISION,
         )
-
-    # A row with no key has row_sum 0: out 0, lse -inf.
-    safe_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    out = acc / safe_sum[:, None]
-    tl.store(
-        out_ptr + rows_m[:, None] * stride_out_token + head * stride_out_head + offs_d[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=mask_m[:, None] & mask_d[None, :],
+    token, head, mask_m, _ = tile_rows(query_start_loc_ptr, seq, kv_head, QUERIES_PER_KV, BLOCK_M)
+    store_tile(
+        out_ptr,
+        lse_ptr,
+        acc,
+        row_max,
+        row_sum,
+        token * stride_out_token + head * stride_out_head,
+        token * stride_lse_token + head * stride_lse_head,
+        mask_m,
+        offs_d,
+        HEAD_SIZE,
+        HAS_LSE,
     )
-    if HAS_LSE:
-        lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.math.log2(safe_sum)) * LN2)
-        tl.store(lse_ptr + rows_m * stride_lse_token + head * stride_lse_head, lse, mask=mask_m)
-
-
-@functools.cache
-def _arch(device: torch.device) -> int:
-    """Compute capability as one number; 0 where the kernel is interpreted, and on an AMD GPU."""
-    if device.type != "cuda" or torch.version.hip:
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def is_interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter (TRITON_INTERPRET=1 at their import)."""
     return not isinstance(_walk_kernel, triton.JITFunction)
+
+
+def descriptors_fit(key_pool: torch.Tensor, value_pool: torch.Tensor) -> bool:
+    """Whether tensor descriptors (TMA) can read the pools: 16 bits, heads side by side, aligned.
+
+    Only asked on sm_90 and newer; below, Triton turns a descriptor into slow pointers.
+    """
+    return all(_descriptor_fits(pool) for pool in (key_pool, value_pool))
+
+
+def _descriptor_fits(pool: torch.Tensor) -> bool:
+    # The rules of cuTensorMapEncodeTiled: no empty dimension, 16-byte base and strides, and each
+    # stride a multiple of the one inside it.
+    num_blocks, _, num_kv_heads, head_size = pool.shape
+    stride_block, stride_slot, stride_head, _ = pool.stride()
+    return (
+        pool.element_size() == 2
+        and head_size in (16, 32, 64, 128)
+        and num_blocks > 0
+        and pool.data_ptr() % 16 == 0
+        and (stride_head == head_size or num_kv_heads == 1)
+        and stride_slot >= num_kv_heads * head_size
+        and stride_slot % 8 == 0
+        and stride_block > 0
+        and stride_block % stride_slot == 0
+    )
+
+
+def _descriptor(pool: torch.Tensor, rows: int) -> TensorDescriptor:
+    num_blocks, block_size, num_kv_heads, head_size = pool.shape
+    shape, steps = [num_blocks, block_size, num_kv_heads * head_size], [*strides(pool, 2), 1]
+    return TensorDescriptor(pool, shape, steps, [1, rows, head_size])
 
 
 def walk(
@@ -279,21 +319,27 @@ def walk(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     softmax_scale: float,
+    descriptors: bool | None = None,
 ) -> None:
-    """Launch the walk. Writes ``out`` and, where given, ``lse``. Arguments are taken as checked."""
+    """Launch the walk. Writes ``out`` and, where given, ``lse``. Arguments are taken as checked.
+
+    Args:
+        descriptors: read the pools by tensor descriptors; None: on sm_90 and newer, where they fit.
+    """
+    arch = arch_of(query.device)
     num_tokens, num_heads, head_size = query.shape
     _, block_size, num_kv_heads, _ = key_pool.shape
-    num_seqs = seq_lens.shape[0]
-    if num_tokens == 0:
+    num_rows = num_tokens * (num_heads // num_kv_heads)
+    if num_rows == 0:
         return
-    tiles = walk_tiles(
-        _arch(query.device), head_size, key_pool.element_size(), block_size, num_tokens
-    )
-    if num_seqs == 1:
-        num_tiles = triton.cdiv(num_tokens, tiles.block_m)
-    else:
-        num_tiles = num_tokens // tiles.block_m + num_seqs
-    _walk_kernel[(num_tiles, num_heads)](
+    tiles = walk_tiles(arch, head_size, key_pool.element_size(), block_size, num_rows)
+    if descriptors is None:
+        descriptors = arch >= 90 and descriptors_fit(key_pool, value_pool)
+    full = tail = (None, None)
+    if descriptors:
+        full = tuple(_descriptor(pool, tiles.block_n) for pool in (key_pool, value_pool))
+        tail = tuple(_descriptor(pool, tiles.tail_n) for pool in (key_pool, value_pool))
+    grid, arguments, constants = launch_arguments(
         query,
         key_pool,
         value_pool,
@@ -305,27 +351,22 @@ def walk(
         current_start_loc,
         out,
         lse,
-        max(softmax_scale, _SMALLEST_SCALE) * LOG2E,
-        num_seqs,
-        *strides(query, 2),
-        *strides(key_pool, 3),
-        *strides(value_pool, 3),
-        *strides(block_table, 2),
-        *strides(key_current, 2),
-        *strides(value_current, 2),
-        *strides(out, 2),
-        *strides(lse, 2),
+        softmax_scale,
+        tiles.block_m,
+    )
+    pointers, scalars = arguments[:NUM_POINTERS], arguments[NUM_POINTERS:]
+    _walk_kernel[grid](
+        *pointers,
+        *full,
+        *tail,
+        *scalars,
+        **constants,
         BLOCK_SIZE=block_size,
-        HEAD_SIZE=head_size,
-        QUERIES_PER_KV=num_heads // num_kv_heads,
-        BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        BLOCK_D=max(16, next_power_of_2(head_size)),
         TAIL_N=tiles.tail_n,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        ONE_SEQ=num_seqs == 1,
-        HAS_CURRENT=key_current is not None,
-        HAS_LSE=lse is not None,
+        REST_N=tiles.rest_n,
+        HAS_DESC=descriptors,
+        COUNT_TILES=tiles.count_tiles,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,

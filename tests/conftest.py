@@ -38,20 +38,38 @@ class Target(NamedTuple):
     device: str
 
 
-def _targets() -> list:
+class WalkTarget(Target):
+    """Triton, with the walk for blocks of every size."""
+
+
+def _targets(*more: Target) -> list:
     targets = [Target("torch", "cpu"), Target("triton", "cuda" if HAS_GPU else "cpu")]
     if HAS_GPU:
         targets.append(Target("torch", "cuda"))
     no_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
     return [
-        pytest.param(t, id="-".join(t), marks=no_triton if t.backend == "triton" else ())
-        for t in targets
+        pytest.param(
+            t,
+            id="-".join(t) + "-walk" * isinstance(t, WalkTarget),
+            marks=no_triton if t.backend == "triton" else (),
+        )
+        for t in (*targets, *more)
     ]
 
 
 @pytest.fixture(params=_targets())
 def target(request: pytest.FixtureRequest) -> Target:
     """Every backend, each on the device that it is meant for."""
+    return request.param
+
+
+@pytest.fixture(params=_targets(WalkTarget("triton", "cuda" if HAS_GPU else "cpu")))
+def attention_target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+    """`target`, and triton once more with the walk for blocks of every size."""
+    if isinstance(request.param, WalkTarget):
+        from chunkattn.kernels import tuning
+
+        monkeypatch.setattr(tuning, "GATHER_BELOW", 0)
     return request.param
 
 

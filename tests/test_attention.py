@@ -39,6 +39,12 @@ all_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 all_block_sizes = pytest.mark.parametrize("block_size", BLOCK_SIZES)
 
 
+@pytest.fixture
+def target(attention_target):
+    """Small blocks go through both kernels."""
+    return attention_target
+
+
 @all_dtypes
 @all_block_sizes
 def test_block_sizes(target, dtype, block_size):
@@ -118,13 +124,16 @@ def test_head_size_320(target):
 
 
 @needs_triton
-@pytest.mark.parametrize("arch", (80, 90))
-@pytest.mark.parametrize("block_size", (100, 880, 1560))
-def test_tiles_of_other_gpus(monkeypatch, arch, block_size):
+@pytest.mark.parametrize(("arch", "descriptors"), [(80, False), (90, False), (90, True)])
+@pytest.mark.parametrize("block_size", (16, 100, 880, 1560))
+def test_tiles_of_other_gpus(monkeypatch, arch, descriptors, block_size):
     """Every GPU's choice of tiles gives the same attention, here or interpreted."""
-    from chunkattn.kernels import walk
+    from chunkattn.kernels import gather, walk
 
-    monkeypatch.setattr(walk, "_arch", lambda device: arch)
+    for kernel in (gather, walk):
+        monkeypatch.setattr(kernel, "arch_of", lambda device: arch)
+    if not descriptors:
+        monkeypatch.setattr(walk, "descriptors_fit", lambda *pools: False)
     case = make_case(
         seq_lens=[block_size + 70],
         query_lens=[130],

@@ -56,14 +56,23 @@ def compile_kernel(kernel, constants: dict, types: dict, target, num_warps: int,
 
 
 def compile_walk(
-    kernels: str, target, arch: int, *, block_size, head_size, rows, dtype, every_path=False
+    kernels: str,
+    target,
+    arch: int,
+    *,
+    block_size,
+    head_size,
+    rows,
+    dtype,
+    every_path=False,
+    descriptors=False,
 ):
     tuning = importlib.import_module(f"{kernels}.tuning")
     walk = importlib.import_module(f"{kernels}.walk")
     size = 4 if dtype == "fp32" else 2
     tiles = tuning.walk_tiles(arch, head_size, size, block_size, rows)
     if every_path:
-        tiles = tiles._replace(block_m=16, block_n=16, tail_n=16)
+        tiles = tiles._replace(block_m=16, block_n=16, tail_n=16, rest_n=16)
     constants = {
         "BLOCK_SIZE": block_size,
         "HEAD_SIZE": head_size,
@@ -72,19 +81,58 @@ def compile_walk(
         "BLOCK_N": tiles.block_n,
         "BLOCK_D": tuning.next_power_of_2(head_size),
         "TAIL_N": tiles.tail_n,
+        "REST_N": tiles.rest_n,
         # What the launcher passes; `test_precision` looks at it.
         "PRECISION": "ieee" if dtype == "fp32" else "tf32",
         "ONE_SEQ": not every_path,
         "HAS_CURRENT": every_path,
         "HAS_LSE": every_path,
+        "HAS_DESC": descriptors,
+        "COUNT_TILES": tiles.count_tiles,
     }
     if not every_path:
         absent = ("key_current_ptr", "value_current_ptr", "current_start_loc_ptr", "lse_ptr")
         constants |= dict.fromkeys(absent)
     types = dict.fromkeys(INDICES, "*i32")
     types |= {"*": f"*{dtype}", "lse_ptr": "*fp32", "scale_log2": "fp32"}
+    for name in ("key", "value"):
+        for part, rows in (("", tiles.block_n), ("_tail", tiles.tail_n)):
+            if descriptors:
+                box = f"1, {rows}, {constants['BLOCK_D']}"
+                types[f"{name}{part}_desc"] = f"tensordesc<{dtype}[{box}]>"
+            else:
+                constants[f"{name}{part}_desc"] = None
     return compile_kernel(
         walk._walk_kernel, constants, types, target, tiles.num_warps, tiles.num_stages
+    )
+
+
+def compile_gather(kernels: str, target, arch: int, wide: bool, *, every_path=False):
+    tuning = importlib.import_module(f"{kernels}.tuning")
+    gather = importlib.import_module(f"{kernels}.gather")
+    head_size = 20 if every_path else 128
+    tiles = tuning.gather_tiles(arch, head_size, 2, 16 if every_path else 1785)
+    constants = {
+        "BLOCK_SIZE": 6 if every_path else 16,
+        "HEAD_SIZE": head_size,
+        "QUERIES_PER_KV": 2 if every_path else 1,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_D": tuning.next_power_of_2(head_size),
+        "REST_N": tiles.rest_n,
+        "PRECISION": "tf32",
+        "ONE_SEQ": not every_path,
+        "HAS_CURRENT": every_path,
+        "HAS_LSE": every_path,
+        "WIDE": wide,
+    }
+    if not every_path:
+        absent = ("key_current_ptr", "value_current_ptr", "current_start_loc_ptr", "lse_ptr")
+        constants |= dict.fromkeys(absent)
+    types = dict.fromkeys(INDICES, "*i32")
+    types |= {"*": "*bf16", "lse_ptr": "*fp32", "scale_log2": "fp32"}
+    return compile_kernel(
+        gather._gather_kernel, constants, types, target, tiles.num_warps, tiles.num_stages
     )
 
 
@@ -164,8 +212,12 @@ def main(kernels: str, *names: str) -> None:
         target = GPUTarget("cuda", arch or 80, 32)
         if gpu.startswith("gfx"):
             target = GPUTarget("hip", gpu, 64)
-        if kernel == "walk":
-            compiled = compile_walk(kernels, target, arch, **(DREAMZERO if gpu else EVERY_PATH))
+        if kernel in ("walk", "descriptors"):
+            shapes = (DREAMZERO if gpu else EVERY_PATH) | {"descriptors": kernel == "descriptors"}
+            compiled = compile_walk(kernels, target, arch, **shapes)
+        elif kernel in ("gather", "gather64"):
+            wide = kernel == "gather64"
+            compiled = compile_gather(kernels, target, arch, wide, every_path=not gpu)
         else:
             compiled = compile_scatter(kernels, target, **(rows if gpu else few_rows))
         result[name] = {"ttir": compiled.asm["ttir"]} | (resources(compiled) if gpu else {})
@@ -189,10 +241,10 @@ def compile_all(kernels: str, *names: str, path: Path = ROOT) -> dict:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict:
-    """Both kernels with every path, and at DreamZero's shapes for each GPU."""
+    """The kernels with every path, and at DreamZero's shapes for each GPU."""
     halves = (
-        ["walk sm_80", "walk sm_90", "scatter"],
-        ["walk", "walk gfx942", *(f"scatter {gpu}" for gpu in GPUS)],
+        ["walk sm_80", "walk sm_90", "scatter", "gather64", "gather", "gather sm_80"],
+        ["walk", "walk gfx942", "descriptors sm_90", *(f"scatter {gpu}" for gpu in GPUS)],
     )
     with ThreadPoolExecutor() as threads:
         results = threads.map(lambda names: compile_all("chunkattn.kernels", *names), halves)
@@ -233,9 +285,13 @@ def narrow_multiplies(ttir: str) -> set[str]:
 
 
 def test_addresses_are_64_bit(compiled):
-    """A1: in both kernels, for every path and at DreamZero's shapes."""
+    """A1: in every kernel, for every path and at DreamZero's shapes."""
     for name, kernel in compiled.items():
-        assert narrow_multiplies(kernel["ttir"]) == set(), name
+        if name.partition(" ")[0] == "gather":
+            # Launched only where the last offset of both pools fits 32 bits, and narrow for that.
+            assert narrow_multiplies(kernel["ttir"]), name
+        else:
+            assert narrow_multiplies(kernel["ttir"]) == set(), name
 
 
 def test_precision(compiled):
@@ -275,10 +331,13 @@ def test_launch_asks_for_that_precision(monkeypatch, dtype):
 @pytest.mark.parametrize("arch", GPUS)
 def test_no_spills_in_loops(compiled, arch):
     """Registers suffice for the loops; a few values may wait on the stack while they run."""
-    for kernel in ("walk", "scatter"):
-        result = compiled[f"{kernel} {arch}"]
+    for kernel in ("walk", "scatter", "descriptors", "gather"):
+        result = compiled.get(f"{kernel} {arch}")
+        if result is None:
+            assert kernel in ("descriptors", "gather")
+            continue
         assert result["in_loops"] == 0
-        assert result["stack"] <= (64 if kernel == "walk" and arch.startswith("sm_") else 0)
+        assert result["stack"] == 0
     if arch.startswith("sm_"):
         assert compiled[f"walk {arch}"]["matrix_loops"] >= 3
 
@@ -287,18 +346,18 @@ def test_amd_gpus_get_the_small_tiles(monkeypatch):
     """ROCm calls its GPUs cuda and gfx942's capability 9.4, but sm_90's tiles spill there."""
     import torch
 
-    from chunkattn.kernels import walk
+    from chunkattn.kernels.launch import arch_of
 
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
-    assert walk._arch.__wrapped__(torch.device("cuda", 0)) == 0
+    assert arch_of.__wrapped__(torch.device("cuda", 0)) == 0
     monkeypatch.setattr(torch.version, "hip", None)
-    assert walk._arch.__wrapped__(torch.device("cuda", 0)) == 94
+    assert arch_of.__wrapped__(torch.device("cuda", 0)) == 94
 
 
 def test_each_narrow_multiply_is_found(compiled):
     """A1: narrow any multiply behind the pools in the compiler's output, and the check says so."""
-    for kernel, at_least in (("walk", 20), ("scatter", 8)):
+    for kernel, at_least in (("walk", 20), ("gather64", 12), ("scatter", 8)):
         lines = compiled[kernel]["ttir"].splitlines()
         found = []
         for i, line in enumerate(lines):
@@ -315,12 +374,16 @@ def test_each_narrow_multiply_is_found(compiled):
 def test_missing_casts_are_found(tmp_path):
     """A1: taking a cast out of the source makes the check fail."""
     casts = {
-        "walk": (".to(tl.int64)\n            slot =", ".to(tl.int32)\n            slot ="),
+        "walk": (
+            "block = block.to(tl.int64)\n                slot =",
+            "block = block.to(tl.int32)\n                slot =",
+        ),
+        "gather64": ("block = block.to(tl.int64)", "block = block.to(tl.int32)"),
         "scatter": ("other=-1).to(\n        tl.int64\n    )", "other=-1)"),
     }
     shutil.copytree(ROOT / "kernels", tmp_path / "faulty", ignore=shutil.ignore_patterns("_*"))
     for kernel, (right, wrong) in casts.items():
-        file = tmp_path / "faulty" / f"{kernel}.py"
+        file = tmp_path / "faulty" / f"{kernel.removesuffix('64')}.py"
         source = file.read_text()
         assert source.count(right) == 1, f"{file.name} no longer has one {right!r}"
         file.write_text(source.replace(right, wrong))

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -170,16 +170,17 @@ def test_writes_beside_out_and_into_pools_are_found(monkeypatch):
 
 # -- faults in the source of the kernels ----------------------------------------------------------
 @functools.cache
-def small_cases(dtype: torch.dtype) -> tuple[AttentionCase, ...]:
+def small_cases(dtype: torch.dtype, block_size: int) -> tuple[AttentionCase, ...]:
     """Whole tiles, tails, a partly filled block, current rows; random, needles, low scores."""
     sizes = {
-        "block_size": 84,
+        "block_size": block_size,
         "seq_lens": [2 * 84 + 17],
         "query_lens": [5],
         "current_lens": [3],
         "head_size": 64,
-        "num_heads": 2,
+        "num_heads": 4,
         "num_kv_heads": 2,
+        "layout": "interleaved",
         "dtype": dtype,
         "device": TRITON_DEVICE,
     }
@@ -187,7 +188,8 @@ def small_cases(dtype: torch.dtype) -> tuple[AttentionCase, ...]:
         "seq_lens": [84, 0, 169],
         "query_lens": [3, 2, 17],
         "current_lens": [4, 0, 20],
-        "head_size": 24,
+        "head_size": 32,
+        "layout": "separate",
     }
     edges = [0, 31, 32, 63, 64, 83, 84, 147, 148, 167, 168, 184, 185, 187]
     return (
@@ -198,10 +200,22 @@ def small_cases(dtype: torch.dtype) -> tuple[AttentionCase, ...]:
     )
 
 
-def check_walk() -> None:
-    for dtype in (torch.float32, torch.float16):
-        for case in small_cases(dtype):
+def check_small_cases(dtypes: Sequence[torch.dtype], block_size: int) -> None:
+    for dtype in dtypes:
+        for case in small_cases(dtype, block_size):
             check_attention(case, "triton")
+
+
+def run_check(check: str, monkeypatch: pytest.MonkeyPatch, kernels: ops.Kernels) -> None:
+    """The check of that name of the kernels in force."""
+    if check == "scatter":
+        check_writes()
+    elif check == "walk with descriptors":
+        launch = functools.partial(kernels.walk.walk, descriptors=True)
+        monkeypatch.setattr(kernels.walk, "walk", launch)
+        check_small_cases([torch.float16], 84)
+    else:
+        check_small_cases([torch.float32, torch.float16], 12 if check == "gather" else 84)
 
 
 def check_writes() -> None:
@@ -225,25 +239,71 @@ def check_writes() -> None:
 WALK_FAULTS = {
     "first tile dropped": ("tl.range(0, num_whole_blocks * T", "tl.range(1, num_whole_blocks * T"),
     "last tile dropped": ("num_whole_blocks * TILES_PER_BLOCK)", "num_whole_blocks - 1)"),
-    "first block read again": ("entry = tl.cast(i //", "entry = 0 * tl.cast(i //"),
+    "first block read again": ("entry = i //", "entry = 0 * i //"),
+    "first tile of a block read again": ("tile = i %", "tile = 0 * i %"),
     "first tail dropped": ("tl.range(0, num_whole_blocks):", "tl.range(1, num_whole_blocks):"),
-    "tail of the wrong block": ("entry = tl.cast(b,", "entry = 0 * tl.cast(b,"),
+    "tail of the wrong block": (
+        "for entry in tl.range(0, n",
+        "entry = 0\n        for _ in tl.range(0, n",
+    ),
     "tail not masked": ("scale_log2, mask_t, True", "scale_log2, mask_t, False"),
     "tail one row short": ("offs_t < TAIL_ROWS", "offs_t < TAIL_ROWS - 1"),
     "V not masked in the tail": ("mask=mask_t[:, None] & mask_d[None, :]", "mask=mask_d[None, :]"),
     "last block wrong": ("tl.cast(num_whole_blocks, tl.int64)", "0"),
-    "current rows dropped": ("HAS_CURRENT=key_current is not None", "HAS_CURRENT=False"),
-    "current rows from the first": ("+ current_start * stride_key_current_token", "+ 0"),
-    "first head of K and V for all": ("head // QUERIES_PER_KV", "head * 0"),
-    "scale 1% off": ("_SMALLEST_SCALE) * LOG2E", "_SMALLEST_SCALE) * LOG2E * 1.01"),
-    "lse in base 2": ("tl.math.log2(safe_sum)) * LN2", "tl.math.log2(safe_sum))"),
-    "lse without the maximum": ("(row_max + tl.math", "(0 * row_max + tl.math"),
-    "0 / 0 without a key": ("acc / safe_sum[:, None]", "acc / row_sum[:, None]"),
-    "sequence one too early": ("if first_tile <= tile:", "if first_tile < tile:"),
-    "rows of the next sequence written": (
-        "mask=mask_m[:, None] & mask_d[None, :],\n    )\n    if HAS_LSE",
-        "mask=mask_d[None, :],\n    )\n    if HAS_LSE",
+    "first head of K and V for all": (
+        "key_pool_ptr + kv_head.to(tl.int64) * stride_key_head",
+        "key_pool_ptr + 0 * stride_key_head",
     ),
+    "rows read from the wrong head": ("head * stride_query_head", "0 * stride_query_head"),
+    "rows written to the wrong head": ("head * stride_out_head", "0 * stride_out_head"),
+}
+DESCRIPTOR_FAULTS = {
+    "first head of K for all": (
+        "[block, slot, column]).reshape(BLOCK_N, BLOCK_D)\n                value",
+        "[block, slot, 0]).reshape(BLOCK_N, BLOCK_D)\n                value",
+    ),
+    "first block for all": (
+        "                first = [block, T",
+        "                first = [block * 0, T",
+    ),
+    "tail from the start of its block": ("[block, TAIL_START, column]", "[block, 0, column]"),
+    "heads of the pool wrong": ("num_kv_heads * head_size], [*s", "head_size], [*s"),
+    "strides of K for V": (
+        "for pool in (key_pool, value_pool))\n        tail",
+        "for pool in (key_pool, key_pool))\n        tail",
+    ),
+}
+GATHER_FAULTS = {
+    "first tile dropped": (
+        "tl.range(0, num_full, BLOCK_N)",
+        "tl.range(BLOCK_N, num_full, BLOCK_N)",
+    ),
+    "rest dropped": ("if num_full < seq_len:", "if num_full > seq_len:"),
+    "one row too many": (
+        "mask_n = num_full + offs_n < seq_len",
+        "mask_n = num_full + offs_n <= seq_len",
+    ),
+    "one row short": (
+        "mask_n = num_full + offs_n < seq_len",
+        "mask_n = num_full + offs_n < seq_len - 1",
+    ),
+    "rest not masked": ("scale_log2, mask_n, True", "scale_log2, mask_n, False"),
+    "first block for all": ("table_ptr + entry * stride_table_block", "table_ptr + entry * 0"),
+    "first slot of each block": ("+ slot * stride_key_slot", "+ slot * 0"),
+    "first slot of V of each block": ("+ slot * stride_value_slot", "+ slot * 0"),
+    "first block of V for all": (
+        "return key, block * stride_value_block",
+        "return key, 0 * stride_value_block",
+    ),
+    "first head of K and V for all": (
+        "key_pool_ptr + kv_head.to(tl.int64) * stride_key_head",
+        "key_pool_ptr + 0 * stride_key_head",
+    ),
+}
+LAUNCH_FAULTS = {
+    "current rows dropped": ('"HAS_CURRENT": key_current is not None', '"HAS_CURRENT": False'),
+    "scale 1% off": ("_SMALLEST_SCALE) * LOG2E", "_SMALLEST_SCALE) * LOG2E * 1.01"),
+    "one tile too few": ("num_rows // block_m + num_seqs", "num_rows // block_m + num_seqs - 1"),
 }
 STEP_FAULTS = {
     "sum not rescaled": ("acc * alpha[:, None]", "acc"),
@@ -253,6 +313,18 @@ STEP_FAULTS = {
     "V not masked": ("mask=mask_n[:, None] & mask_d[None, :]", "mask=mask_d[None, :]"),
     "scores not masked": ('tl.where(mask_n[None, :], scores, float("-inf"))', "scores"),
     "rows of K from the wrong place": ("rows[None, :] * stride_key_row", "rows[None, :] * 0"),
+    "current rows from the first": ("+ start * stride_key_token", "+ 0"),
+    "first head of current K for all": ("+ kv_head * stride_key_head", "+ 0"),
+    "lse in base 2": ("tl.math.log2(safe_sum)) * LN2", "tl.math.log2(safe_sum))"),
+    "lse without the maximum": ("(row_max + tl.math", "(0 * row_max + tl.math"),
+    "0 / 0 without a key": ("acc / safe_sum[:, None]", "acc / row_sum[:, None]"),
+    "sequence one too early": ("BLOCK_M + middle <= tile:", "BLOCK_M + middle < tile:"),
+    "tokens of a tile not grouped": ("offs_m // QUERIES_PER_KV", "offs_m // BLOCK_M"),
+    "heads of a tile not grouped": ("offs_m % QUERIES_PER_KV", "0 * offs_m"),
+    "rows of the next sequence written": (
+        "mask=mask_m[:, None] & (offs_d < HEAD_SIZE)[None, :],",
+        "mask=(offs_d < HEAD_SIZE)[None, :],",
+    ),
 }
 SCATTER_FAULTS = {
     "slots below 0 written": ("((slot >= 0) & mask_t)", "mask_t"),
@@ -263,38 +335,48 @@ SCATTER_FAULTS = {
     "last row dropped": ("offs_t < num_tokens + num_extra", "offs_t < num_tokens + num_extra - 1"),
     "K written to V": ("        value.to(value_pool", "        key.to(value_pool"),
 }
-SOURCES = {"walk.py": WALK_FAULTS, "primitives.py": STEP_FAULTS, "scatter.py": SCATTER_FAULTS}
+# By the check that must find them: the file they are planted in, and they.
+FAULTS = {
+    "walk": ("walk.py", WALK_FAULTS),
+    "walk with descriptors": ("walk.py", DESCRIPTOR_FAULTS),
+    "gather": ("gather.py", GATHER_FAULTS),
+    "launch": ("launch.py", LAUNCH_FAULTS),
+    "step": ("primitives.py", STEP_FAULTS),
+    "scatter": ("scatter.py", SCATTER_FAULTS),
+}
 
 
-def use_kernels(monkeypatch: pytest.MonkeyPatch, package: Path) -> None:
+def use_kernels(monkeypatch: pytest.MonkeyPatch, package: Path) -> ops.Kernels:
     """Let the triton backend run the kernels of another folder."""
     monkeypatch.syspath_prepend(package.parent)
-    names = [f"{package.name}.{name}" for name in ("scatter", "walk")]
-    modules = tuple(importlib.import_module(name) for name in names)
-    monkeypatch.setattr(ops, "_triton_kernels", lambda: modules)
+    modules = (importlib.import_module(f"{package.name}.{name}") for name in ops.Kernels._fields)
+    kernels = ops.Kernels(*modules)
+    monkeypatch.setattr(ops, "_triton_kernels", lambda: kernels)
+    return kernels
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize(
-    ("file", "fault"), [(file, fault) for file, faults in SOURCES.items() for fault in faults]
+    ("check", "fault"), [(check, fault) for check in FAULTS for fault in FAULTS[check][1]]
 )
-def test_kernel_fault_is_found(monkeypatch, tmp_path, file, fault):
-    right, wrong = SOURCES[file][fault]
+def test_kernel_fault_is_found(monkeypatch, tmp_path, check, fault):
+    file, faults = FAULTS[check]
+    right, wrong = faults[fault]
     package = tmp_path / tmp_path.name  # a name that no other test has
     shutil.copytree(KERNELS, package, ignore=shutil.ignore_patterns("__pycache__"))
     source = (package / file).read_text()
     assert source.count(right) == 1, f"{file} has {source.count(right)} of {right!r}, must have one"
     (package / file).write_text(source.replace(right, wrong))
-    use_kernels(monkeypatch, package)
+    kernels = use_kernels(monkeypatch, package)
     with pytest.raises(AssertionError):
-        check_writes() if file == "scatter.py" else check_walk()
+        run_check(check, monkeypatch, kernels)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_without_a_fault_pass(monkeypatch, tmp_path):
-    package = tmp_path / "right_kernels"
+@pytest.mark.parametrize("check", FAULTS)
+def test_kernels_without_a_fault_pass(monkeypatch, tmp_path, check):
+    package = tmp_path / tmp_path.name
     shutil.copytree(KERNELS, package, ignore=shutil.ignore_patterns("__pycache__"))
-    use_kernels(monkeypatch, package)
-    check_walk()
-    check_writes()
+    kernels = use_kernels(monkeypatch, package)
+    run_check(check, monkeypatch, kernels)

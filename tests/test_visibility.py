@@ -25,6 +25,12 @@ DTYPES = [
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
+@pytest.fixture
+def target(attention_target):
+    """Small blocks go through both kernels."""
+    return attention_target
+
+
 DEAD = {"V": (False, True, math.nan), "K": (True, False, math.nan)}
 DEAD |= {"Inf": (True, True, math.inf), "both": (True, True, math.nan)}
 
@@ -176,23 +182,24 @@ def beyond_int32(device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return storage[:, 0], storage[:, 1]
 
 
-def test_pool_beyond_32_bit_offsets(target):
+@pytest.mark.parametrize("block_size", (20, 80))
+def test_pool_beyond_32_bit_offsets(target, block_size):
     """A1: block id times stride leaves int32; the bytes of the last block are those that count."""
     key_pool, value_pool = beyond_int32(target.device)
-    last = key_pool.shape[0] - 1
+    last, first = key_pool.shape[0] - 1, 1560 - block_size
     key, value, query = (
-        torch.randn(20, 40, 128).to(target.device, torch.float16) for _ in range(3)
+        torch.randn(block_size, 40, 128).to(target.device, torch.float16) for _ in range(3)
     )
-    slots = torch.arange(last * 1560 + 1540, (last + 1) * 1560, device=target.device)
+    slots = torch.arange(last * 1560 + first, (last + 1) * 1560, device=target.device)
     chunkattn.scatter_kv(key, value, key_pool, value_pool, slots, backend=target.backend)
-    assert torch.equal(key_pool[last, 1540:], key)
-    assert torch.equal(value_pool[last, 1540:], value)
+    assert torch.equal(key_pool[last, first:], key)
+    assert torch.equal(value_pool[last, first:], value)
     # The same rows as a pool of small blocks whose stride is that of the big ones.
     case = AttentionCase(
         query=query[:3, :2],
-        key_pool=key_pool[:, 1540:, :2],
-        value_pool=value_pool[:, 1540:, :2],
+        key_pool=key_pool[:, first:, :2],
+        value_pool=value_pool[:, first:, :2],
         block_table=torch.tensor([[last]], dtype=torch.int32, device=target.device),
-        seq_lens=torch.tensor([20], dtype=torch.int32, device=target.device),
+        seq_lens=torch.tensor([block_size], dtype=torch.int32, device=target.device),
     )
     check_attention(case, target.backend)
