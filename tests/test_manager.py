@@ -104,6 +104,40 @@ def test_signatures():
         assert spec[name].default is inspect.Parameter.empty
 
 
+@pytest.mark.parametrize(
+    ("function", "positional", "named"),
+    [
+        (
+            chunkattn.scatter_kv,
+            ["key", "value", "key_pool", "value_pool", "slot_mapping"],
+            {"key_scale": None, "value_scale": None, "backend": "auto"},
+        ),
+        (
+            chunkattn.paged_window_attention,
+            ["query", "key_pool", "value_pool", "block_table", "seq_lens"],
+            {
+                "query_start_loc": None,
+                "softmax_scale": None,
+                "key_current": None,
+                "value_current": None,
+                "current_start_loc": None,
+                "key_scale": None,
+                "value_scale": None,
+                "out": None,
+                "return_lse": False,
+                "backend": "auto",
+            },
+        ),
+    ],
+)
+def test_signatures_of_the_operations(function, positional, named):
+    """Names, order and defaults: other people's code calls them."""
+    parameters = inspect.signature(function).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == positional
+    assert {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} == named
+    assert [p.name for p in parameters] == [*positional, *named]
+
+
 def test_public_names():
     """Every name of `chunkattn.__all__` is there, and no other is."""
     for name in chunkattn.__all__:
