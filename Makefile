@@ -19,7 +19,10 @@ STAMP := $(VENV)/.installed-$(DEVICE)
 
 # $(call pin,NAME): the version of NAME in the lock.
 pin = $(shell sed -n 's/^$(1)==//p' $(LOCK))
-DEV_TOOLS := build hypothesis mypy pre_commit pytest ruff
+DEV_TOOLS := build hypothesis mypy pre_commit pytest pytest-xdist ruff
+
+# On a CPU one test process for each core; a GPU is not shared.
+JOBS := $(if $(filter cpu,$(DEVICE)),-n logical --dist loadfile)
 
 ifeq ($(filter cpu cuda,$(DEVICE)),)
 $(error DEVICE must be cpu or cuda, got '$(DEVICE)')
@@ -42,7 +45,7 @@ demo: $(STAMP)
 	$(BIN)/chunkattn demo --out out/demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q $(JOBS) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check
