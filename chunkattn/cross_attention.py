@@ -102,7 +102,6 @@ class _Half:
         dtype: torch.dtype,
         device: torch.device | None,
     ) -> None:
-        self.length = length
         self.num_bytes = 2 * 2 * num_layers * length * num_kv_heads * head_size * dtype.itemsize
         self._written: set[tuple[int, int]] = set()
         self._shape = (length, num_kv_heads, head_size)

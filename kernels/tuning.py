@@ -4,7 +4,7 @@ time.
 
 from typing import NamedTuple
 
-# Why not `walk`: its tiles never span two blocks.
+# A tile of `walk` never spans two blocks, so small blocks would leave it mostly padding.
 GATHER_BELOW = 64
 """Blocks of fewer tokens are read by `gather`."""
 
