@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from chunkattn.errors import MissingDependencyError as MissingDependencyError
     from chunkattn.errors import PoolExhaustedError as PoolExhaustedError
     from chunkattn.errors import StaleContextError as StaleContextError
+    from chunkattn.functional import paged_window_attention as paged_window_attention
+    from chunkattn.functional import scatter_kv as scatter_kv
     from chunkattn.manager import ARDiffusionRequestAdapter as ARDiffusionRequestAdapter
     from chunkattn.manager import ChunkWindowManager as ChunkWindowManager
     from chunkattn.manager import ChunkWindowSpec as ChunkWindowSpec
     from chunkattn.manager import build_kv_manager as build_kv_manager
-    from chunkattn.ops import paged_window_attention as paged_window_attention
-    from chunkattn.ops import scatter_kv as scatter_kv
     from chunkattn.pool import allocate_kv_pool_with_views as allocate_kv_pool_with_views
     from chunkattn.pool import chunk_slot_mapping as chunk_slot_mapping
     from chunkattn.pool import compute_num_blocks as compute_num_blocks
@@ -41,8 +41,8 @@ _MODULE_OF = {
     "ChunkWindowManager": "manager",
     "ChunkWindowSpec": "manager",
     "build_kv_manager": "manager",
-    "paged_window_attention": "ops",
-    "scatter_kv": "ops",
+    "paged_window_attention": "functional",
+    "scatter_kv": "functional",
     "allocate_kv_pool_with_views": "pool",
     "chunk_slot_mapping": "pool",
     "compute_num_blocks": "pool",

@@ -44,14 +44,7 @@ def check_device(device: torch.device, **tensors: torch.Tensor | None) -> None:
 
 def check_pools(key_pool: Any, value_pool: Any, dims: tuple[int, ...]) -> None:
     for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
-        if isinstance(pool, torch.Tensor) and pool.dtype in (
-            torch.float8_e4m3fn,
-            torch.float8_e5m2,
-        ):
-            raise NotImplementedError(
-                f"`{name}` must be float32, float16 or bfloat16, got {pool.dtype}"
-            )
-        check_tensor(name, pool, dims, POOL_DTYPES)
+        check_tensor(name, pool, dims, (*POOL_DTYPES, torch.float8_e4m3fn))
     check_shape("value_pool", value_pool, tuple(key_pool.shape), "that of `key_pool`")
     if value_pool.dtype != key_pool.dtype:
         raise TypeError(
@@ -76,10 +69,70 @@ def check_writable(**tensors: torch.Tensor | None) -> None:
             )
 
 
-def check_scales(dtype: torch.dtype, **scales: object) -> None:
-    for name, scale in scales.items():
-        if scale is not None:
-            raise refuse(name, f"be None for a pool of {dtype}: only fp8 pools have scales", scale)
+def check_scales(
+    key_pool: torch.Tensor, key_scale: Any, value_scale: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The scales as tensors on the pool's device; None where both are 1."""
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    if key_pool.dtype != torch.float8_e4m3fn:
+        for name, scale in scales.items():
+            if scale is not None:
+                must = f"be None for a pool of {key_pool.dtype}: only fp8 pools have scales"
+                raise refuse(name, must, scale)
+        return None, None
+    if key_scale is None and value_scale is None:
+        return None, None
+    found = {name: _scale(name, scale, key_pool) for name, scale in scales.items()}
+    if found["key_scale"].dim() != found["value_scale"].dim():
+        raise refuse(
+            "value_scale",
+            "be of the kind of `key_scale`: of all rows, or of each block and head",
+            f"shape {tuple(found['value_scale'].shape)}",
+        )
+    return found["key_scale"], found["value_scale"]
+
+
+def _scale(name: str, value: Any, key_pool: torch.Tensor) -> torch.Tensor:
+    value = 1.0 if value is None else value
+    if isinstance(value, numbers.Real):
+        value = torch.full((), float(value), dtype=torch.float32, device=key_pool.device)
+    check_tensor(name, value, (0, 1, 2), (torch.float32,))
+    scale: torch.Tensor = value
+    check_device(key_pool.device, **{name: scale})
+    if scale.dim() == 2:
+        if key_pool.dim() == 3:
+            raise refuse(name, "have one element for a flat pool", f"shape {tuple(scale.shape)}")
+        shape = (key_pool.shape[0], key_pool.shape[2])
+        check_shape(name, scale, shape, "the blocks and heads of `key_pool`")
+        return scale
+    if scale.numel() != 1:
+        must = "have one element, or one for each block and head"
+        raise refuse(name, must, f"shape {tuple(scale.shape)}")
+    if values_visible(scale.device) and not 0 < float(scale) < math.inf:
+        raise refuse(name, "be finite and above 0", float(scale))
+    return scale.reshape(())
+
+
+def check_block_bias(block_bias: Any, key_pool: torch.Tensor) -> torch.Tensor:
+    """The bias as ``(num_blocks, num_kv_heads)``."""
+    check_tensor("block_bias", block_bias, (1, 2), (torch.float32,))
+    bias: torch.Tensor = block_bias
+    num_blocks, _, num_kv_heads, _ = key_pool.shape
+    if bias.dim() == 1:
+        check_shape("block_bias", bias, (num_blocks,), "the blocks of `key_pool`")
+        return bias.unsqueeze(1).expand(-1, num_kv_heads)
+    shape = (num_blocks, num_kv_heads)
+    check_shape("block_bias", bias, shape, "the blocks and heads of `key_pool`")
+    return bias
+
+
+def check_segment_blocks(segment_blocks: Any, query: torch.Tensor, num_seqs: int) -> None:
+    num_segments = query.shape[0]
+    if not 1 <= num_segments <= 3:
+        raise refuse("query", "have one to three segments", f"shape {tuple(query.shape)}")
+    check_tensor("segment_blocks", segment_blocks, (2,), INDEX_DTYPES)
+    shape = (num_seqs, num_segments - 1)
+    check_shape("segment_blocks", segment_blocks, shape, "num_seqs, and the segments but the last")
 
 
 def check_key_value(prefix: str, key: Any, value: Any, heads: int, head_size: int) -> None:

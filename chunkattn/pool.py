@@ -132,7 +132,7 @@ def pool_write_chunk(
         new_v: as ``new_k``.
         slot_mapping: ``(chunk_size,)`` int32 or int64.
     """
-    from chunkattn.ops import scatter_kv
+    from chunkattn.functional import scatter_kv
 
     for name, new in (("new_k", new_k), ("new_v", new_v)):
         check_tensor(name, new, (4,), POOL_DTYPES)

@@ -13,12 +13,15 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from chunkattn import ops
+from chunkattn import functional
+
+if TYPE_CHECKING:
+    from chunkattn.kernels.reference import VisibleKeys
 
 LAYOUTS = ("separate", "interleaved", "slots", "padded", "odd")
 """Pools of `make_pools`: K and V in buffers of their own; in turns of blocks in one buffer; in
@@ -122,6 +125,10 @@ class AttentionCase:
     key_current: torch.Tensor | None = None
     value_current: torch.Tensor | None = None
     current_start_loc: torch.Tensor | None = None
+    segment_blocks: torch.Tensor | None = None
+    key_scale: torch.Tensor | float | None = None
+    value_scale: torch.Tensor | float | None = None
+    block_bias: torch.Tensor | None = None
     softmax_scale: float | None = None
     fp32_atol: float = 2e-6
     buffers: tuple[torch.Tensor, ...] = ()
@@ -136,31 +143,24 @@ class AttentionCase:
         scale = self.softmax_scale
         return float(self.query.shape[-1]) ** -0.5 if scale is None else scale
 
-    def visible(self, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the K and V rows that sequence ``seq`` sees, paged ones first."""
-        from chunkattn.kernels.reference import visible_rows
+    def visible(self, seq: int) -> "VisibleKeys":
+        """Copies of what sequence ``seq`` sees, in the query's dtype."""
+        from chunkattn.kernels.reference import visible_keys
 
-        seq_len = int(self.seq_lens[seq])
-        key = visible_rows(self.key_pool, self.block_table[seq], seq_len)
-        value = visible_rows(self.value_pool, self.block_table[seq], seq_len)
-        if self.key_current is not None and self.value_current is not None:
-            rows = _rows_of(seq, self.current_start_loc, self.key_current)
-            key = torch.cat([key, self.key_current[rows]])
-            value = torch.cat([value, self.value_current[rows]])
-        return key, value
+        arguments = self.arguments()
+        for name in ("query", "query_start_loc", "softmax_scale"):
+            del arguments[name]
+        num_segments = self.query.shape[0] if self.query.dim() == 4 else 1
+        return visible_keys(seq, num_segments, **arguments, dtype=self.query.dtype)
 
     def query_rows(self, seq: int) -> slice:
         """Rows of ``query`` that belong to sequence ``seq``."""
-        return _rows_of(seq, self.query_start_loc, self.query)
+        if self.query_start_loc is None:
+            return slice(0, self.query.shape[-3])
+        return slice(*self.query_start_loc[seq : seq + 2].tolist())
 
 
 _NO_ARGUMENTS = ("buffers", "fp32_atol")
-
-
-def _rows_of(seq: int, start_loc: torch.Tensor | None, rows: torch.Tensor) -> slice:
-    if start_loc is None:
-        return slice(0, rows.shape[0])
-    return slice(int(start_loc[seq]), int(start_loc[seq + 1]))
 
 
 def make_case(
@@ -180,6 +180,9 @@ def make_case(
     softmax_scale: float | None = None,
     poison: float = math.nan,
     seed: int = 0,
+    segment_blocks: Sequence[Sequence[int]] | None = None,
+    fp8: bool = False,
+    biased: bool = False,
 ) -> AttentionCase:
     """Random inputs, drawn in ``dtype``, in which everything that is not visible is ``poison``.
 
@@ -201,6 +204,10 @@ def make_case(
         softmax_scale: None is ``head_size ** -0.5``.
         poison: what dead slots of the pools hold.
         seed: of the random numbers, which do not depend on the device.
+        segment_blocks: for each sequence, blocks that each query but the last attends to.
+        fp8: pools of e4m3 with a scale for each block and head, from 2**-4 to 2**4; NaN where
+            nothing may be looked at. ``dtype`` is that of the query and of the current rows.
+        biased: a bias for each block and head, NaN where nothing may be looked at.
     """
     generator = torch.Generator().manual_seed(seed)
     scale = head_size**-0.5 if softmax_scale is None else softmax_scale
@@ -221,7 +228,7 @@ def make_case(
         block_size,
         num_kv_heads,
         head_size,
-        dtype=dtype,
+        dtype=torch.float8_e4m3fn if fp8 else dtype,
         device=device,
         layout=layout,
         poison=poison,
@@ -234,8 +241,8 @@ def make_case(
         for i in range(count):
             table[seq, i] = block = next(ids)
             rows = slice(i * block_size, min((i + 1) * block_size, seq_len))
-            key_pool[block, : rows.stop - rows.start] = key[rows]
-            value_pool[block, : rows.stop - rows.start] = value[rows]
+            key_pool[block, : rows.stop - rows.start] = key[rows].to(key_pool.dtype)
+            value_pool[block, : rows.stop - rows.start] = value[rows].to(key_pool.dtype)
 
     def starts(lens: Sequence[int]) -> torch.Tensor:
         sums = np.cumsum([0, *lens])
@@ -246,8 +253,21 @@ def make_case(
         key_current = draw(sum(current_lens), num_kv_heads, math.copysign(first, score_shift))
         value_current = draw(sum(current_lens), num_kv_heads)
         current_start_loc = starts(current_lens)
+    num_tokens, num_segments = sum(query_lens), 1
+    if segment_blocks is not None:
+        num_segments += len(segment_blocks[0])
+    query = draw(num_segments * num_tokens, num_heads, first)
+    if segment_blocks is not None:
+        query = query.unflatten(0, (num_segments, num_tokens))
+
+    def per_block() -> torch.Tensor:
+        drawn = torch.randn(num_blocks, num_kv_heads, generator=generator)
+        drawn[[b for b in range(num_blocks) if b not in set(table.flatten().tolist())]] = math.nan
+        drawn[0] = math.nan
+        return drawn.to(device)
+
     return AttentionCase(
-        query=draw(sum(query_lens), num_heads, first),
+        query=query,
         key_pool=key_pool,
         value_pool=value_pool,
         block_table=table.to(device),
@@ -256,6 +276,12 @@ def make_case(
         key_current=key_current,
         value_current=value_current,
         current_start_loc=current_start_loc,
+        segment_blocks=None
+        if segment_blocks is None
+        else torch.tensor(segment_blocks, dtype=index_dtype, device=device),
+        key_scale=per_block().clamp(-4, 4).exp2() if fp8 else None,
+        value_scale=per_block().clamp(-4, 4).exp2() if fp8 else None,
+        block_bias=per_block() if biased else None,
         softmax_scale=softmax_scale,
         fp32_atol=2e-5 if score_shift else 2e-6,
         buffers=buffers,
@@ -271,7 +297,7 @@ def with_needles(case: AttentionCase, positions: Sequence[int]) -> AttentionCase
     from chunkattn.kernels.reference import dense_attention
 
     assert case.seq_lens.shape[0] == 1
-    key, value = case.visible(0)
+    key, value, *_ = case.visible(0)
     query = make_rows(
         len(positions), *case.query.shape[1:], dtype=key.dtype, device=str(key.device)
     )
@@ -291,12 +317,12 @@ def run_attention(case: AttentionCase, backend: str) -> tuple[torch.Tensor, torc
         AssertionError: it returned another ``out``, wrote beside it, or changed the pools.
     """
     padded = case.query.stride(-2) != case.query.shape[-1]
-    rows, *shape = case.query.shape
+    rows, *shape = case.query.shape[-3:]
     out = make_rows(
         rows, *shape, dtype=case.query.dtype, device=str(case.query.device), padded=padded
     )
     before = [snapshot(buffer) for buffer in case.buffers]
-    result = ops.paged_window_attention(
+    result = functional.paged_window_attention(
         **case.arguments(), out=out, return_lse=True, backend=backend
     )
     assert isinstance(result, tuple)
@@ -316,16 +342,27 @@ def snapshot(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def baseline(case: AttentionCase) -> torch.Tensor:
-    """What torch's attention makes of the visible rows in the case's own dtype."""
-    out = torch.zeros_like(case.query, memory_format=torch.contiguous_format)
+    """What torch's attention makes of the visible rows in the query's dtype."""
+    queries = case.query if case.query.dim() == 4 else case.query.unsqueeze(0)
+    out = torch.zeros_like(queries[0], memory_format=torch.contiguous_format)
     for seq in range(case.seq_lens.shape[0]):
         rows = case.query_rows(seq)
-        key, value = case.visible(seq)
+        key, value, bias, segment = case.visible(seq)
         if rows.start == rows.stop or not key.shape[0]:
             continue
-        group = case.query.shape[1] // key.shape[1]
+        group = queries.shape[2] // key.shape[1]
+        query = queries[:, rows]
+        if len(queries) > 1 or case.block_bias is not None:
+            # One product of longer rows: a key lies in the columns of its query, and the bias, as a
+            # sum of two numbers, is multiplied by ones.
+            own = [key.where((segment == i)[:, None, None], 0) for i in range(len(queries))]
+            high = bias.double() / case.scale()
+            high, low = high.to(key.dtype), (high - high.to(key.dtype).double()).to(key.dtype)
+            key = torch.cat([*own, high.unsqueeze(-1), low.unsqueeze(-1)], -1)
+            ones = query.new_ones(*query.shape[1:-1], 2)
+            query = torch.cat([*query, ones], -1).unsqueeze(0)
         out[rows] = torch.nn.functional.scaled_dot_product_attention(
-            case.query[rows].transpose(0, 1).unsqueeze(0),
+            query[0].transpose(0, 1).unsqueeze(0),
             key.repeat_interleave(group, 1).transpose(0, 1).unsqueeze(0),
             value.repeat_interleave(group, 1).transpose(0, 1).unsqueeze(0),
             scale=case.scale(),
@@ -421,7 +458,7 @@ def check_scatter(
     if flat:
         key_pool, value_pool = key_pool.flatten(0, 1), value_pool.flatten(0, 1)
         assert key_pool.data_ptr() == pools[0].data_ptr(), "this layout has no flat view"
-    ops.scatter_kv(key, value, key_pool, value_pool, slot_mapping, backend=backend)
+    functional.scatter_kv(key, value, key_pool, value_pool, slot_mapping, backend=backend)
     for name, buffer, wanted in zip(("key", "value"), buffers, expected, strict=False):
         wrong = (snapshot(buffer) != snapshot(wanted)).sum()
         assert wrong == 0, f"{wrong} bytes of the {name} buffer are wrong"

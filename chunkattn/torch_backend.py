@@ -8,10 +8,19 @@ bits each partial result would be rounded once more, so there (and where runs ar
 more than one run is copied together first.
 """
 
+import math
+from collections.abc import Iterator
+
 import torch
+
+from chunkattn.kernels.arguments import AttentionArguments, ScatterArguments
 
 MIN_ROWS_PER_RUN = 256
 """Mean length of a run below which copying is faster: torch attends in blocks of 512 keys."""
+
+LARGEST_E4M3 = 448.0
+SMALLEST_SCALE = 2.0**-20
+"""As in `chunkattn.kernels.scales`."""
 
 _copied_kv_bytes = 0
 
@@ -37,21 +46,16 @@ def _flat(pool: torch.Tensor) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def scatter(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_extra: torch.Tensor | None,
-    value_extra: torch.Tensor | None,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
+def scatter(rows: ScatterArguments) -> None:
     """`chunkattn.kernels.scatter.scatter` in torch."""
-    num_tokens, block_size = key.shape[0], key_pool.shape[1]
-    parts = [(key, value, slot_mapping[:num_tokens])]
-    if key_extra is not None and value_extra is not None:
-        parts.append((key_extra, value_extra, slot_mapping[num_tokens:]))
-    flat_key, flat_value = _flat(key_pool), _flat(value_pool)
+    num_tokens, block_size = rows.key.shape[0], rows.key_pool.shape[1]
+    parts = [(rows.key, rows.value, rows.slot_mapping[:num_tokens])]
+    if rows.key_extra is not None and rows.value_extra is not None:
+        parts.append((rows.key_extra, rows.value_extra, rows.slot_mapping[num_tokens:]))
+    if rows.key_pool.dtype == torch.float8_e4m3fn:
+        _scatter_fp8(rows, parts)
+        return
+    flat_key, flat_value = _flat(rows.key_pool), _flat(rows.value_pool)
     for keys, values, slots in parts:
         if flat_key is not None and flat_value is not None and slots.device.type == "cpu":
             # The slots of a span are a few runs: one plain copy each.
@@ -62,8 +66,32 @@ def scatter(
             continue
         keep = slots >= 0
         slots = slots[keep].long()
-        for pool, rows in ((key_pool, keys), (value_pool, values)):
-            pool[slots // block_size, slots % block_size] = rows[keep].to(pool.dtype)
+        for pool, new in ((rows.key_pool, keys), (rows.value_pool, values)):
+            pool[slots // block_size, slots % block_size] = new[keep].to(pool.dtype)
+
+
+def _scatter_fp8(
+    rows: ScatterArguments, parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+) -> None:
+    slots = torch.cat([part[2] for part in parts]).long()
+    keep = slots >= 0
+    block, offset = slots[keep] // rows.key_pool.shape[1], slots[keep] % rows.key_pool.shape[1]
+    for i, (pool, scale) in enumerate(
+        ((rows.key_pool, rows.key_scale), (rows.value_pool, rows.value_scale))
+    ):
+        new = torch.cat([part[i] for part in parts])[keep].float()
+        if scale is not None and scale.dim() == 2:
+            size = new.abs()
+            largest = torch.where(size < math.inf, size, 0.0).amax(-1) / LARGEST_E4M3
+            found = torch.full_like(scale, SMALLEST_SCALE).index_reduce_(0, block, largest, "amax")
+            opened = block[offset == 0]
+            scale[opened] = found[opened]
+            scale = scale[block].unsqueeze(-1)
+        if scale is not None:
+            new = new / scale
+        pool.view(torch.uint8)[block, offset] = (
+            new.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(pool.dtype).view(torch.uint8)
+        )
 
 
 def _runs(ids: torch.Tensor) -> list[tuple[int, int, int]]:
@@ -76,66 +104,115 @@ def _runs(ids: torch.Tensor) -> list[tuple[int, int, int]]:
 
 
 @torch.no_grad()
-def attend(
-    query: torch.Tensor,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    key_current: torch.Tensor | None,
-    value_current: torch.Tensor | None,
-    current_start_loc: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    softmax_scale: float,
-) -> None:
+def attend(inputs: AttentionArguments) -> None:
     """`chunkattn.kernels.walk.walk` in torch."""
-    starts = query_start_loc.tolist()
-    current = current_start_loc.tolist() if current_start_loc is not None else None
-    for s, seq_len in enumerate(seq_lens.tolist()):
+    starts = inputs.query_start_loc.tolist()
+    for s, seq_len in enumerate(inputs.seq_lens.tolist()):
         rows = slice(starts[s], starts[s + 1])
         if rows.start == rows.stop:  # torch's CPU kernel divides by the number of rows
             continue
-        parts = _window_parts(key_pool, value_pool, block_table[s], seq_len)
-        if current is not None and key_current is not None and value_current is not None:
-            own = slice(current[s], current[s + 1])
-            parts.append((key_current[own], value_current[own]))
-        parts = [(k, v) for k, v in parts if k.shape[0]]
-        if not parts:
-            out[rows] = 0
-            if lse is not None:
-                lse[rows] = float("-inf")
-            continue
-        if len(parts) > 1 and not _worth_merging(parts):
+        out, lse = _attend_sequence(inputs, s, rows, seq_len)
+        inputs.out[rows] = out
+        if inputs.lse is not None and lse is not None:
+            inputs.lse[rows] = lse
+
+
+def _attend_sequence(
+    inputs: AttentionArguments, s: int, rows: slice, seq_len: int
+) -> tuple[torch.Tensor | float, torch.Tensor | float | None]:
+    """out and lse of one sequence; both are numbers where it sees no key."""
+    # Parts that only merging brings together are attended in float32.
+    merged = inputs.num_segments > 1 or inputs.key_scale is not None
+    merged = merged or inputs.value_scale is not None or inputs.block_bias is not None
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    for query, parts in _segments(inputs, s, rows, seq_len, merged):
+        if len(parts) > 1 and not merged and not _worth_merging(parts):
             parts = [_copy_together(parts)]
-        part_out, part_lse = _attend_parts(query[rows], parts, softmax_scale, lse is not None)
-        out[rows] = part_out
-        if lse is not None and part_lse is not None:
-            lse[rows] = part_lse
+        want_lse = merged or len(parts) > 1 or inputs.lse is not None
+        for key, value, bias in parts:
+            part_out, part_lse = _attend_part(query, key, value, inputs.softmax_scale, want_lse)
+            if part_lse is not None and bias is not None:
+                part_lse += bias
+            if out is None:
+                out, lse = part_out, part_lse
+                continue
+            assert lse is not None
+            assert part_lse is not None
+            # out = lerp(out, part_out, its share of the sum of both)
+            out.lerp_(part_out, torch.sigmoid(part_lse - lse).unsqueeze(-1))
+            lse = torch.logaddexp(lse, part_lse)
+    return (0.0, -math.inf) if out is None else (out, lse)
 
 
-Part = tuple[torch.Tensor, torch.Tensor]
+def _segments(
+    inputs: AttentionArguments, s: int, rows: slice, seq_len: int, merged: bool
+) -> Iterator[tuple[torch.Tensor, list["Part"]]]:
+    """The query rows of each segment, and the parts of the keys that they attend to."""
+    block_size = inputs.key_pool.shape[1]
+    queries = inputs.query if inputs.query.dim() == 4 else inputs.query.unsqueeze(0)
+    blocks = inputs.segment_blocks[s].tolist() if inputs.segment_blocks is not None else []
+    end = 0
+    for segment, query in enumerate(queries):
+        is_last = segment == len(queries) - 1
+        start, end = end, seq_len if is_last else min(seq_len, end + blocks[segment] * block_size)
+        if not is_last:
+            end = min(end, seq_len // block_size * block_size)
+        table = inputs.block_table[s, start // block_size :]
+        if merged:
+            parts = _blocks(inputs, table, end - start)
+        else:
+            parts = _runs_of_blocks(inputs.key_pool, inputs.value_pool, table, end - start)
+        if is_last and inputs.key_current is not None and inputs.value_current is not None:
+            assert inputs.current_start_loc is not None
+            own = slice(*inputs.current_start_loc[s : s + 2].tolist())
+            key, value = inputs.key_current[own], inputs.value_current[own]
+            parts.append((key.float(), value.float(), None) if merged else (key, value, None))
+        query = query[rows].float() if merged else query[rows]
+        yield query, [part for part in parts if part[0].shape[0]]
 
 
-def _window_parts(
-    key_pool: torch.Tensor, value_pool: torch.Tensor, block_table: torch.Tensor, seq_len: int
+Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""K and V rows that are attended together, and what is added to their scores, ``(num_heads,)``."""
+
+
+def _blocks(inputs: AttentionArguments, block_table: torch.Tensor, num_rows: int) -> list[Part]:
+    """Each block's visible rows by themselves in float32, because each has its own factors."""
+    group = inputs.out.shape[1] // inputs.key_pool.shape[2]
+    block_size = inputs.key_pool.shape[1]
+    parts = []
+    for i, block in enumerate(block_table[: -(-num_rows // block_size)].tolist()):
+        count = min(block_size, num_rows - i * block_size)
+        key, value = (
+            pool[block, :count].float() * (1.0 if scale is None else scale[block].unsqueeze(-1))
+            for pool, scale in (
+                (inputs.key_pool, inputs.key_scale),
+                (inputs.value_pool, inputs.value_scale),
+            )
+        )
+        bias = inputs.block_bias
+        parts.append((key, value, None if bias is None else bias[block].repeat_interleave(group)))
+    return parts
+
+
+def _runs_of_blocks(
+    key_pool: torch.Tensor, value_pool: torch.Tensor, block_table: torch.Tensor, num_rows: int
 ) -> list[Part]:
     """The visible rows as views of the pools, one a run of consecutive blocks (one a block in a
     strided pool).
     """
     block_size = key_pool.shape[1]
-    table = block_table[: -(-seq_len // block_size)]
+    table = block_table[: -(-num_rows // block_size)]
     flat_key, flat_value = _flat(key_pool), _flat(value_pool)
     if flat_key is None or flat_value is None:
-        rows = [min(block_size, seq_len - i * block_size) for i in range(len(table))]
+        rows = [min(block_size, num_rows - i * block_size) for i in range(len(table))]
         ids = zip(table.tolist(), rows, strict=True)
-        return [(key_pool[block, :n], value_pool[block, :n]) for block, n in ids]
-    parts = []
+        return [(key_pool[block, :n], value_pool[block, :n], None) for block, n in ids]
+    parts: list[Part] = []
     for first, begin, end in _runs(table):
         start = first * block_size
-        stop = start + min(end * block_size, seq_len) - begin * block_size
-        parts.append((flat_key[start:stop], flat_value[start:stop]))
+        stop = start + min(end * block_size, num_rows) - begin * block_size
+        parts.append((flat_key[start:stop], flat_value[start:stop], None))
     return parts
 
 
@@ -143,29 +220,15 @@ def _worth_merging(parts: list[Part]) -> bool:
     key = parts[0][0]
     if key.device.type != "cpu" or key.dtype != torch.float32:
         return False
-    return sum(k.shape[0] for k, _ in parts) >= MIN_ROWS_PER_RUN * len(parts)
+    return sum(k.shape[0] for k, *_ in parts) >= MIN_ROWS_PER_RUN * len(parts)
 
 
 def _copy_together(parts: list[Part]) -> Part:
     global _copied_kv_bytes
-    key = torch.cat([k for k, _ in parts])
-    value = torch.cat([v for _, v in parts])
+    key = torch.cat([k for k, _, _ in parts])
+    value = torch.cat([v for _, v, _ in parts])
     _copied_kv_bytes += key.nbytes + value.nbytes
-    return key, value
-
-
-def _attend_parts(
-    query: torch.Tensor, parts: list[Part], softmax_scale: float, want_lse: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend to each part and merge: ``out = lerp(out_1, out_2, sigmoid(lse_2 - lse_1))``."""
-    out, lse = _attend_part(query, *parts[0], softmax_scale, want_lse or len(parts) > 1)
-    for key, value in parts[1:]:
-        next_out, next_lse = _attend_part(query, key, value, softmax_scale, True)
-        assert lse is not None
-        assert next_lse is not None
-        out.lerp_(next_out, torch.sigmoid(next_lse - lse).unsqueeze(-1))
-        lse = torch.logaddexp(lse, next_lse)
-    return out, lse
+    return key, value, None
 
 
 def _attend_part(

@@ -9,38 +9,88 @@ import torch
 import triton
 import triton.language as tl
 
+from .arguments import AttentionArguments
 from .launch import arch_of, launch_arguments
-from .primitives import attend_current, sequence_of_tile, softmax_step, store_tile, tile_rows
+from .loops import attend_rows
+from .primitives import (
+    block_factors,
+    load_query,
+    row_ptr,
+    rows_of,
+    softmax_step,
+    store_tile,
+    tile_of_program,
+    tile_rows,
+)
 from .tuning import gather_tiles
 
 _MAX_INT32 = 2**31 - 1
 
 
 @triton.jit
-def _row_offsets(
+def _gather_rows(
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    block_bias_ptr,
     table_ptr,
-    stride_table_block,
-    stride_key_block,
-    stride_key_slot,
-    stride_value_block,
-    stride_value_slot,
+    kv_head,
+    stride_key,
+    stride_value,
+    stride_table,
+    stride_key_scale,
+    stride_value_scale,
+    stride_bias,
     position,  # [N] visible rows of the sequence
+    mask,  # [N, BLOCK_D], read only when MASKED
+    offs_d,
+    query_dtype: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Offsets of rows in the K and in the V pool, in 64 bits where the pool needs them."""
+    """K and V of some rows, [N, BLOCK_D], their scales multiplied in, and their bias, [1, N]."""
     entry = (position // BLOCK_SIZE).to(tl.int64)
-    block = tl.load(table_ptr + entry * stride_table_block)
+    block = tl.load(table_ptr + entry * stride_table.entry)
     slot = position % BLOCK_SIZE
     if WIDE:
         block = block.to(tl.int64)
         slot = slot.to(tl.int64)
     else:
         block = block.to(tl.int32)
-    if BLOCK_SIZE == 1:
-        return block * stride_key_block, block * stride_value_block
-    key = block * stride_key_block + slot * stride_key_slot
-    return key, block * stride_value_block + slot * stride_value_slot
+    key_offset = block * stride_key.block
+    value_offset = block * stride_value.block
+    if BLOCK_SIZE > 1:
+        key_offset += slot * stride_key.slot
+        value_offset += slot * stride_value.slot
+    key_row = key_ptr + key_offset[:, None] + offs_d[None, :]
+    value_row = value_ptr + value_offset[:, None] + offs_d[None, :]
+    if MASKED:
+        key = tl.load(key_row, mask=mask, other=0.0)
+        value = tl.load(value_row, mask=mask, other=0.0)
+    else:
+        key = tl.load(key_row)
+        value = tl.load(value_row)
+    key_scale, bias, value_scale = block_factors(
+        key_scale_ptr,
+        value_scale_ptr,
+        block_bias_ptr,
+        block,
+        kv_head,
+        stride_key_scale,
+        stride_value_scale,
+        stride_bias,
+        1.0,
+    )
+    # Every row has scales of its own here, which do not fold into those of a tile.
+    if key_scale_ptr is not None:
+        key = (key.to(tl.float32) * key_scale[:, None]).to(query_dtype)
+    if value_scale_ptr is not None:
+        value = (value.to(tl.float32) * value_scale[:, None]).to(query_dtype)
+    if block_bias_ptr is not None:
+        bias = bias[None, :]
+    return key.T, value, bias
 
 
 @triton.jit
@@ -49,33 +99,27 @@ def _gather_kernel(
     key_pool_ptr,
     value_pool_ptr,
     block_table_ptr,
-    seq_lens_ptr,
-    query_start_loc_ptr,
+    segment_blocks_ptr,
     key_current_ptr,
     value_current_ptr,
-    current_start_loc_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    block_bias_ptr,
     out_ptr,
     lse_ptr,
+    batch,
+    stride_query,
+    stride_key,
+    stride_value,
+    stride_table,
+    stride_key_current,
+    stride_value_current,
+    stride_key_scale,
+    stride_value_scale,
+    stride_bias,
+    stride_out,
+    stride_lse,
     scale_log2,
-    num_seqs,
-    stride_query_token,
-    stride_query_head,
-    stride_key_block,
-    stride_key_slot,
-    stride_key_head,
-    stride_value_block,
-    stride_value_slot,
-    stride_value_head,
-    stride_table_seq,
-    stride_table_block,
-    stride_key_current_token,
-    stride_key_current_head,
-    stride_value_current_token,
-    stride_value_current_head,
-    stride_out_token,
-    stride_out_head,
-    stride_lse_token,
-    stride_lse_head,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     QUERIES_PER_KV: tl.constexpr,
@@ -85,178 +129,182 @@ def _gather_kernel(
     REST_N: tl.constexpr,
     PRECISION: tl.constexpr,
     ONE_SEQ: tl.constexpr,
-    HAS_CURRENT: tl.constexpr,
-    HAS_LSE: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Attend one tile of ``BLOCK_M`` query rows over one sequence's rows and current rows.
 
-    Layout: as `walk` says. Work and bytes of a launch: as `walk`'s, without the padding of blocks,
+    Layout: `arguments`. Work and bytes of a launch: as `walk`'s, without the padding of blocks,
     plus one table entry (4 bytes) a visible key for every tile of query rows.
     """
-    seq = sequence_of_tile(query_start_loc_ptr, num_seqs, QUERIES_PER_KV, BLOCK_M, ONE_SEQ)
+    seq, tile = tile_of_program(batch, QUERIES_PER_KV, BLOCK_M, ONE_SEQ)
     kv_head = tl.program_id(1)
     token, head, mask_m, has_rows = tile_rows(
-        query_start_loc_ptr, seq, kv_head, QUERIES_PER_KV, BLOCK_M
+        batch.query_start_loc_ptr, seq, kv_head, tile, QUERIES_PER_KV, BLOCK_M
     )
     if not has_rows:
         return
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < HEAD_SIZE
-    # [BLOCK_M, BLOCK_D]
-    query = tl.load(
-        query_ptr
-        + (token * stride_query_token + head * stride_query_head)[:, None]
-        + offs_d[None, :],
-        mask=mask_m[:, None] & mask_d[None, :],
-        other=0.0,
-    )
-
-    seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
-    table_ptr = block_table_ptr + tl.cast(seq, tl.int64) * stride_table_seq
-    key_head_ptr = key_pool_ptr + kv_head.to(tl.int64) * stride_key_head
-    value_head_ptr = value_pool_ptr + kv_head.to(tl.int64) * stride_value_head
+    mask_d = (offs_d < HEAD_SIZE)[None, :]
+    seq_len = tl.load(batch.seq_lens_ptr + seq).to(tl.int32)
+    table_ptr = block_table_ptr + tl.cast(seq, tl.int64) * stride_table.seq
+    key_head_ptr = key_pool_ptr + kv_head.to(tl.int64) * stride_key.head
+    value_head_ptr = value_pool_ptr + kv_head.to(tl.int64) * stride_value.head
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-
-    # A product and no difference, or the compiler does not see that tiles start at multiples.
-    num_full = (seq_len.to(tl.int64) // BLOCK_N * BLOCK_N).to(tl.int32)
-    for start in tl.range(0, num_full, BLOCK_N):
-        key_offset, value_offset = _row_offsets(
-            table_ptr,
-            stride_table_block,
-            stride_key_block,
-            stride_key_slot,
-            stride_value_block,
-            stride_value_slot,
-            start + offs_n,
-            BLOCK_SIZE,
-            WIDE,
-        )
-        # [BLOCK_N, BLOCK_D]
-        if BLOCK_D == HEAD_SIZE:
-            key = tl.load(key_head_ptr + key_offset[:, None] + offs_d[None, :])
-            value = tl.load(value_head_ptr + value_offset[:, None] + offs_d[None, :])
-        else:
-            key = tl.load(
-                key_head_ptr + key_offset[:, None] + offs_d[None, :],
-                mask=mask_d[None, :],
-                other=0.0,
+    query = load_query(query_ptr, stride_query, 0, token, head, mask_m, offs_d, HEAD_SIZE)
+    stop = 0
+    for segment in tl.range(0, NUM_SEGMENTS):
+        start = stop
+        stop = seq_len
+        if NUM_SEGMENTS > 1:
+            query = load_query(
+                query_ptr, stride_query, segment, token, head, mask_m, offs_d, HEAD_SIZE
             )
-            value = tl.load(
-                value_head_ptr + value_offset[:, None] + offs_d[None, :],
-                mask=mask_d[None, :],
-                other=0.0,
+            if segment < NUM_SEGMENTS - 1:
+                entries = tl.load(segment_blocks_ptr + seq * (NUM_SEGMENTS - 1) + segment)
+                stop = tl.minimum(start + entries.to(tl.int32) * BLOCK_SIZE, seq_len)
+        # A product and no difference, or the compiler does not see that tiles start at multiples.
+        num_tiles = ((stop - start).to(tl.int64) // BLOCK_N).to(tl.int32)
+        for i in tl.range(0, num_tiles):
+            key, value, bias = _gather_rows(
+                key_head_ptr,
+                value_head_ptr,
+                key_scale_ptr,
+                value_scale_ptr,
+                block_bias_ptr,
+                table_ptr,
+                kv_head,
+                stride_key,
+                stride_value,
+                stride_table,
+                stride_key_scale,
+                stride_value_scale,
+                stride_bias,
+                start + i * BLOCK_N + offs_n,
+                mask_d,
+                offs_d,
+                query.dtype,
+                BLOCK_SIZE,
+                WIDE,
+                BLOCK_D != HEAD_SIZE,
             )
-        acc, row_max, row_sum = softmax_step(
-            query, key.T, value, acc, row_max, row_sum, scale_log2, None, False, PRECISION
-        )
-    if num_full < seq_len:
-        mask_n = num_full + offs_n < seq_len
-        # A row that is not there looks the last one up, so that nothing past the table is read.
-        key_offset, value_offset = _row_offsets(
-            table_ptr,
-            stride_table_block,
-            stride_key_block,
-            stride_key_slot,
-            stride_value_block,
-            stride_value_slot,
-            tl.minimum(num_full + offs_n, seq_len - 1),
-            BLOCK_SIZE,
-            WIDE,
-        )
-        mask = mask_n[:, None] & mask_d[None, :]
-        key = tl.load(key_head_ptr + key_offset[:, None] + offs_d[None, :], mask=mask, other=0.0)
-        value = tl.load(
-            value_head_ptr + value_offset[:, None] + offs_d[None, :], mask=mask, other=0.0
-        )
-        acc, row_max, row_sum = softmax_step(
-            query, key.T, value, acc, row_max, row_sum, scale_log2, mask_n, True, PRECISION
-        )
-    if HAS_CURRENT:
-        acc, row_max, row_sum = attend_current(
+            acc, row_max, row_sum = softmax_step(
+                query,
+                key,
+                value,
+                acc,
+                row_max,
+                row_sum,
+                scale_log2,
+                bias,
+                1.0,
+                mask_d,
+                False,
+                block_bias_ptr is not None,
+                False,
+                PRECISION,
+            )
+        rest = start + num_tiles * BLOCK_N
+        if rest < stop:
+            mask_n = rest + offs_n < stop
+            # A row that is not there looks the last one up: nothing past the table is read.
+            key, value, bias = _gather_rows(
+                key_head_ptr,
+                value_head_ptr,
+                key_scale_ptr,
+                value_scale_ptr,
+                block_bias_ptr,
+                table_ptr,
+                kv_head,
+                stride_key,
+                stride_value,
+                stride_table,
+                stride_key_scale,
+                stride_value_scale,
+                stride_bias,
+                tl.minimum(rest + offs_n, stop - 1),
+                mask_n[:, None] & mask_d,
+                offs_d,
+                query.dtype,
+                BLOCK_SIZE,
+                WIDE,
+                True,
+            )
+            acc, row_max, row_sum = softmax_step(
+                query,
+                key,
+                value,
+                acc,
+                row_max,
+                row_sum,
+                scale_log2,
+                bias,
+                1.0,
+                mask_n,
+                True,
+                block_bias_ptr is not None,
+                False,
+                PRECISION,
+            )
+    if key_current_ptr is not None:
+        first_row = tl.load(batch.current_start_loc_ptr + seq)
+        acc, row_max, row_sum = attend_rows(
             query,
             acc,
             row_max,
             row_sum,
-            key_current_ptr,
-            value_current_ptr,
-            current_start_loc_ptr,
-            seq,
-            kv_head,
-            stride_key_current_token,
-            stride_key_current_head,
-            stride_value_current_token,
-            stride_value_current_head,
+            row_ptr(key_current_ptr, stride_key_current, first_row, kv_head),
+            row_ptr(value_current_ptr, stride_value_current, first_row, kv_head),
+            stride_key_current.token,
+            stride_value_current.token,
+            0,
+            rows_of(batch.current_start_loc_ptr, seq),
             scale_log2,
+            0.0,
             offs_d,
             REST_N,
             HEAD_SIZE,
+            False,
             PRECISION,
         )
-    token, head, mask_m, _ = tile_rows(query_start_loc_ptr, seq, kv_head, QUERIES_PER_KV, BLOCK_M)
+    token, head, mask_m, _ = tile_rows(
+        batch.query_start_loc_ptr, seq, kv_head, tile, QUERIES_PER_KV, BLOCK_M
+    )
     store_tile(
         out_ptr,
         lse_ptr,
         acc,
         row_max,
         row_sum,
-        token * stride_out_token + head * stride_out_head,
-        token * stride_lse_token + head * stride_lse_head,
+        stride_out,
+        stride_lse,
+        token,
+        head,
         mask_m,
         offs_d,
         HEAD_SIZE,
-        HAS_LSE,
     )
 
 
-def gather(
-    query: torch.Tensor,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    key_current: torch.Tensor | None,
-    value_current: torch.Tensor | None,
-    current_start_loc: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    softmax_scale: float,
-) -> None:
+def gather(inputs: AttentionArguments) -> None:
     """Launch the gather. Writes ``out`` and, where given, ``lse``. Arguments are taken as checked.
 
     The pools are addressed with 32 bits where their last element allows it.
     """
-    num_tokens, num_heads, head_size = query.shape
-    num_rows = num_tokens * (num_heads // key_pool.shape[2])
-    if num_rows == 0:
+    if inputs.num_rows == 0:
         return
-    tiles = gather_tiles(arch_of(query.device), head_size, key_pool.element_size(), num_rows)
-    grid, arguments, constants = launch_arguments(
-        query,
-        key_pool,
-        value_pool,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        key_current,
-        value_current,
-        current_start_loc,
-        out,
-        lse,
-        softmax_scale,
-        tiles.block_m,
-    )
+    query, key_pool, value_pool = inputs[:3]
+    arch, head_size = arch_of(query.device), query.shape[-1]
+    tiles = gather_tiles(arch, head_size, query.element_size(), inputs.num_rows)
+    grid, arguments, constants = launch_arguments(inputs, tiles)
     _gather_kernel[grid](
         *arguments,
         **constants,
-        BLOCK_SIZE=key_pool.shape[1],
         BLOCK_N=tiles.block_n,
-        REST_N=tiles.rest_n,
         WIDE=max(_last_offset(key_pool), _last_offset(value_pool)) > _MAX_INT32,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

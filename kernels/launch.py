@@ -1,16 +1,24 @@
-"""What the launchers of the attention kernels share: the device, and arguments of all kernels."""
+"""What the launchers of the attention kernels share: the device, descriptors, arguments."""
 
 import functools
 from typing import Any
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .primitives import LOG2E, strides
-from .tuning import next_power_of_2
-
-NUM_POINTERS = 11
-"""Tensors that `launch_arguments` puts before the scalars."""
+from .arguments import (
+    AttentionArguments,
+    Batch,
+    BlockStrides,
+    EntryStrides,
+    QueryStrides,
+    RowStrides,
+    TableStrides,
+    strides,
+)
+from .primitives import LOG2E
+from .tuning import WalkTiles, padded_head_size
 
 # Stands for 0: every key weighs the same, and a masked score stays -inf (-inf * 0 would be NaN).
 _SMALLEST_SCALE = 1e-30
@@ -25,61 +33,108 @@ def arch_of(device: torch.device) -> int:
     return 10 * major + minor
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many programs of a large tile run at once; 0 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def batch_of(inputs: AttentionArguments) -> Batch:
+    """Where the sequences' rows are, as kernels take it."""
+    return Batch(
+        inputs.query_start_loc,
+        inputs.seq_lens,
+        inputs.current_start_loc,
+        inputs.seq_lens.shape[0],
+        inputs.key_pool.shape[2],
+    )
+
+
 def launch_arguments(
-    query: torch.Tensor,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    key_current: torch.Tensor | None,
-    value_current: torch.Tensor | None,
-    current_start_loc: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    softmax_scale: float,
-    block_m: int,
+    inputs: AttentionArguments, tiles: WalkTiles
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
-    """Grid, positional arguments, compile-time sizes of a launch over tiles of ``block_m`` rows."""
-    num_tokens, num_heads, head_size = query.shape
-    num_kv_heads = key_pool.shape[2]
-    num_seqs = seq_lens.shape[0]
-    num_rows = num_tokens * (num_heads // num_kv_heads)
+    """Grid, arguments and compile-time sizes of a launch of one program a tile of query rows."""
+    num_heads, head_size = inputs.out.shape[1:]
+    num_kv_heads = inputs.key_pool.shape[2]
+    num_seqs = inputs.seq_lens.shape[0]
     if num_seqs == 1:
-        num_tiles = triton.cdiv(num_rows, block_m)
+        num_tiles = triton.cdiv(inputs.num_rows, tiles.block_m)
     else:
-        num_tiles = num_rows // block_m + num_seqs
+        num_tiles = inputs.num_rows // tiles.block_m + num_seqs
+    query_strides = inputs.query.stride()
     arguments = (
-        query,
-        key_pool,
-        value_pool,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        key_current,
-        value_current,
-        current_start_loc,
-        out,
-        lse,
-        max(softmax_scale, _SMALLEST_SCALE) * LOG2E,
-        num_seqs,
-        *strides(query, 2),
-        *strides(key_pool, 3),
-        *strides(value_pool, 3),
-        *strides(block_table, 2),
-        *strides(key_current, 2),
-        *strides(value_current, 2),
-        *strides(out, 2),
-        *strides(lse, 2),
+        inputs.query,
+        inputs.key_pool,
+        inputs.value_pool,
+        inputs.block_table,
+        inputs.segment_blocks,
+        inputs.key_current,
+        inputs.value_current,
+        inputs.key_scale,
+        inputs.value_scale,
+        inputs.block_bias,
+        inputs.out,
+        inputs.lse,
+        batch_of(inputs),
+        QueryStrides(query_strides[0] if len(query_strides) == 4 else 0, *query_strides[-3:-1]),
+        BlockStrides(*strides(inputs.key_pool, 3)),
+        BlockStrides(*strides(inputs.value_pool, 3)),
+        TableStrides(*inputs.block_table.stride()),
+        RowStrides(*strides(inputs.key_current, 2)),
+        RowStrides(*strides(inputs.value_current, 2)),
+        EntryStrides(*strides(inputs.key_scale, 2)),
+        EntryStrides(*strides(inputs.value_scale, 2)),
+        EntryStrides(*strides(inputs.block_bias, 2)),
+        RowStrides(*strides(inputs.out, 2)),
+        RowStrides(*strides(inputs.lse, 2)),
+        max(inputs.softmax_scale, _SMALLEST_SCALE) * LOG2E.value,
     )
     constants = {
+        "BLOCK_SIZE": inputs.key_pool.shape[1],
         "HEAD_SIZE": head_size,
         "QUERIES_PER_KV": num_heads // num_kv_heads,
-        "BLOCK_M": block_m,
-        "BLOCK_D": max(16, next_power_of_2(head_size)),
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_D": padded_head_size(head_size),
+        "REST_N": tiles.rest_n,
+        "PRECISION": "ieee" if inputs.query.dtype == torch.float32 else "tf32",
         "ONE_SEQ": num_seqs == 1,
-        "HAS_CURRENT": key_current is not None,
-        "HAS_LSE": lse is not None,
+        "NUM_SEGMENTS": inputs.num_segments,
     }
     return (num_tiles, num_kv_heads), arguments, constants
+
+
+def descriptors_fit(key_pool: torch.Tensor, value_pool: torch.Tensor) -> bool:
+    """Whether tensor descriptors (TMA) can read the pools: at most 16 bits, aligned, no gaps.
+
+    Only asked on sm_90 and newer; below, Triton turns a descriptor into slow pointers.
+    """
+    return all(_descriptor_fits(pool) for pool in (key_pool, value_pool))
+
+
+def _descriptor_fits(pool: torch.Tensor) -> bool:
+    # The rules of cuTensorMapEncodeTiled: no empty dimension, 16-byte base and strides, and each
+    # stride a multiple of the one inside it.
+    num_blocks, _, num_kv_heads, head_size = pool.shape
+    stride_block, stride_slot, stride_head, _ = pool.stride()
+    return (
+        pool.element_size() <= 2
+        and head_size in (16, 32, 64, 128)
+        and num_blocks > 0
+        and pool.data_ptr() % 16 == 0
+        and (stride_head == head_size or num_kv_heads == 1)
+        and stride_slot >= num_kv_heads * head_size
+        and stride_slot * pool.element_size() % 16 == 0
+        and stride_block > 0
+        and stride_block % stride_slot == 0
+    )
+
+
+def block_descriptor(pool: torch.Tensor, rows: int) -> TensorDescriptor | None:
+    """The pool in boxes of one block, ``rows`` rows and one head; None for no rows."""
+    if not rows:
+        return None
+    num_blocks, block_size, num_kv_heads, head_size = pool.shape
+    shape, steps = [num_blocks, block_size, num_kv_heads * head_size], [*strides(pool, 2), 1]
+    return TensorDescriptor(pool, shape, steps, [1, rows, head_size])

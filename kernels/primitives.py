@@ -15,17 +15,10 @@ Scores live in the base-2 domain: ``p = exp2(score * scale_log2 - row_max)`` wit
 element).
 """
 
-import torch
 import triton
 import triton.language as tl
 
-
-def strides(tensor: torch.Tensor | None, num_dims: int) -> tuple[int, ...]:
-    """The first ``num_dims`` strides, zeros for an argument that is not there."""
-    return (0,) * num_dims if tensor is None else tensor.stride()[:num_dims]
-
-
-LOG2E = 1.4426950408889634
+LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -38,141 +31,123 @@ def softmax_step(
     row_max,
     row_sum,
     scale_log2,
-    mask_n,  # [N], read only when MASKED
+    bias,  # base 2, a scalar or [1, N]
+    acc_scale,  # brings the old sum to the unit of ``value``
+    mask_n,  # [N]
     MASKED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ACC_SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Fold one tile of keys into the running state. ``value`` must be zero wherever ``mask_n`` is
-    false.
+    false. fp8 keys and values are multiplied in the query's type, which holds them exactly.
     """
-    scores = tl.dot(query, key, input_precision=PRECISION)
+    scores = tl.dot(query, key.to(query.dtype), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(mask_n[None, :], scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
     # Every tile holds a visible key, so new_max is finite and -inf - -inf never happens.
-    p = tl.math.exp2(scores * scale_log2 - new_max[:, None])
+    if not HAS_BIAS:
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        p = tl.math.exp2(scores * scale_log2 - new_max[:, None])
+    else:
+        scores = scores * scale_log2 + bias
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        p = tl.math.exp2(scores - new_max[:, None])
     alpha = tl.math.exp2(row_max - new_max)
-    acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision=PRECISION)
     row_sum = row_sum * alpha + tl.sum(p, 1)
+    if HAS_ACC_SCALE:
+        alpha *= acc_scale
+    value = value.to(query.dtype)
+    acc = tl.dot(p.to(query.dtype), value, acc * alpha[:, None], input_precision=PRECISION)
     return acc, new_max, row_sum
 
 
 @triton.jit
-def attend_rows(
-    query,
-    acc,
-    row_max,
-    row_sum,
-    key_ptr,  # first row of the run, head already chosen
-    value_ptr,
-    stride_key_row,
-    stride_value_row,
-    num_rows,
-    scale_log2,
-    offs_d,
-    BLOCK_N: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
+def load_query(
+    query_ptr, stride_query, segment, token, head, mask_m, offs_d, HEAD_SIZE: tl.constexpr
 ):
-    """Fold ``num_rows`` consecutive rows into the running state, in masked tiles of ``BLOCK_N``."""
-    offs_n = tl.arange(0, BLOCK_N)
-    mask_d = offs_d < HEAD_SIZE
-    for start in tl.range(0, num_rows, BLOCK_N):
-        rows = (start + offs_n).to(tl.int64)
-        mask_n = rows < num_rows
-        # [BLOCK_D, BLOCK_N]
-        key = tl.load(
-            key_ptr + rows[None, :] * stride_key_row + offs_d[:, None],
-            mask=mask_n[None, :] & mask_d[:, None],
-            other=0.0,
-        )
-        # [BLOCK_N, BLOCK_D]
-        value = tl.load(
-            value_ptr + rows[:, None] * stride_value_row + offs_d[None, :],
-            mask=mask_n[:, None] & mask_d[None, :],
-            other=0.0,
-        )
-        acc, row_max, row_sum = softmax_step(
-            query, key, value, acc, row_max, row_sum, scale_log2, mask_n, True, PRECISION
-        )
-    return acc, row_max, row_sum
-
-
-@triton.jit
-def attend_current(
-    query,
-    acc,
-    row_max,
-    row_sum,
-    key_current_ptr,
-    value_current_ptr,
-    current_start_loc_ptr,
-    seq,
-    kv_head,
-    stride_key_token,
-    stride_key_head,
-    stride_value_token,
-    stride_value_head,
-    scale_log2,
-    offs_d,
-    BLOCK_N: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Fold a sequence's current rows into the running state."""
-    start = tl.load(current_start_loc_ptr + seq).to(tl.int64)
-    end = tl.load(current_start_loc_ptr + seq + 1).to(tl.int64)
-    kv_head = kv_head.to(tl.int64)
-    return attend_rows(
-        query,
-        acc,
-        row_max,
-        row_sum,
-        key_current_ptr + start * stride_key_token + kv_head * stride_key_head,
-        value_current_ptr + start * stride_value_token + kv_head * stride_value_head,
-        stride_key_token,
-        stride_value_token,
-        (end - start).to(tl.int32),
-        scale_log2,
-        offs_d,
-        BLOCK_N,
-        HEAD_SIZE,
-        PRECISION,
+    """The query rows of a tile for a segment of the keys, [BLOCK_M, BLOCK_D]."""
+    offset = token * stride_query.token + head * stride_query.head
+    return tl.load(
+        query_ptr
+        + tl.cast(segment, tl.int64) * stride_query.segment
+        + offset[:, None]
+        + offs_d[None, :],
+        mask=mask_m[:, None] & (offs_d < HEAD_SIZE)[None, :],
+        other=0.0,
     )
 
 
 @triton.jit
-def sequence_of_tile(
-    query_start_loc_ptr,
-    num_seqs,
-    QUERIES_PER_KV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    ONE_SEQ: tl.constexpr,
+def rows_of(start_loc_ptr, seq):
+    """How many rows a sequence has."""
+    return (tl.load(start_loc_ptr + seq + 1) - tl.load(start_loc_ptr + seq)).to(tl.int32)
+
+
+@triton.jit
+def row_ptr(ptr, stride, row, kv_head):
+    """Where a row's head begins."""
+    return ptr + row.to(tl.int64) * stride.token + kv_head.to(tl.int64) * stride.head
+
+
+@triton.jit
+def block_factors(
+    key_scale_ptr,
+    value_scale_ptr,
+    block_bias_ptr,
+    block,  # one id, or one for each of some keys
+    kv_head,
+    stride_key_scale,
+    stride_value_scale,
+    stride_bias,
+    scale_log2,
 ):
-    """Index of the sequence that owns this program's query tile, by bisection.
+    """Scale of a block's scores, what is added to them (base 2), and scale of its V rows."""
+    block = block.to(tl.int64)
+    bias = 0.0
+    value_scale = 1.0
+    if key_scale_ptr is not None:
+        offset = block * stride_key_scale.block + kv_head * stride_key_scale.head
+        scale_log2 *= tl.load(key_scale_ptr + offset)
+    if block_bias_ptr is not None:
+        offset = block * stride_bias.block + kv_head * stride_bias.head
+        bias = tl.load(block_bias_ptr + offset) * LOG2E
+    if value_scale_ptr is not None:
+        offset = block * stride_value_scale.block + kv_head * stride_value_scale.head
+        value_scale = tl.load(value_scale_ptr + offset)
+    return scale_log2, bias, value_scale
+
+
+@triton.jit
+def tile_of_program(
+    batch, QUERIES_PER_KV: tl.constexpr, BLOCK_M: tl.constexpr, ONE_SEQ: tl.constexpr
+):
+    """Sequence that owns this program's query tile, by bisection, and the tile within it.
 
     Sequence ``s`` is given the tiles from ``first_row_of(s) // BLOCK_M + s`` on, so the grid needs
     no look at the device: ``num_rows // BLOCK_M + num_seqs`` tiles always suffice.
     """
+    tile = tl.program_id(0)
     low = 0
     if not ONE_SEQ:
-        tile = tl.program_id(0)
-        high = num_seqs - 1
+        high = batch.num_seqs - 1
         while low < high:
             middle = (low + high + 1) // 2
-            start = tl.load(query_start_loc_ptr + middle).to(tl.int32) * QUERIES_PER_KV
+            start = tl.load(batch.query_start_loc_ptr + middle).to(tl.int32) * QUERIES_PER_KV
             if start // BLOCK_M + middle <= tile:
                 low = middle
             else:
                 high = middle - 1
-    return low
+        start = tl.load(batch.query_start_loc_ptr + low).to(tl.int32) * QUERIES_PER_KV
+        tile -= start // BLOCK_M + low
+    return low, tile
 
 
 @triton.jit
 def tile_rows(
-    query_start_loc_ptr, seq, kv_head, QUERIES_PER_KV: tl.constexpr, BLOCK_M: tl.constexpr
+    query_start_loc_ptr, seq, kv_head, tile, QUERIES_PER_KV: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Token and query head (int64) of each row of this program's tile, which rows there are, any.
+    """Token and query head (int64) of each row of a sequence's tile, which rows there are, any.
 
     Called before the loops over the keys and again after them. The volatile reads stop the compiler
     from keeping the first call's rows in registers instead, which the loops need.
@@ -180,8 +155,7 @@ def tile_rows(
     query_start = tl.load(query_start_loc_ptr + seq, volatile=True).to(tl.int32)
     query_end = tl.load(query_start_loc_ptr + seq + 1, volatile=True).to(tl.int32)
     num_rows = (query_end - query_start) * QUERIES_PER_KV
-    first_tile = query_start * QUERIES_PER_KV // BLOCK_M + seq
-    first_row = (tl.program_id(0) - first_tile) * BLOCK_M
+    first_row = tile * BLOCK_M
     offs_m = first_row + tl.arange(0, BLOCK_M)
     token = (query_start + offs_m // QUERIES_PER_KV).to(tl.int64)
     head = (kv_head * QUERIES_PER_KV + offs_m % QUERIES_PER_KV).to(tl.int64)
@@ -195,21 +169,23 @@ def store_tile(
     acc,
     row_max,
     row_sum,
-    out_offset,  # [BLOCK_M] of each row's first element
-    lse_offset,  # [BLOCK_M]
+    stride_out,
+    stride_lse,
+    token,
+    head,
     mask_m,
     offs_d,
     HEAD_SIZE: tl.constexpr,
-    HAS_LSE: tl.constexpr,
 ):
     """Divide and write a tile's result. A row with no key has row_sum 0: out 0, lse -inf."""
     safe_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     out = acc / safe_sum[:, None]
+    offset = token * stride_out.token + head * stride_out.head
     tl.store(
-        out_ptr + out_offset[:, None] + offs_d[None, :],
+        out_ptr + offset[:, None] + offs_d[None, :],
         out.to(out_ptr.dtype.element_ty),
         mask=mask_m[:, None] & (offs_d < HEAD_SIZE)[None, :],
     )
-    if HAS_LSE:
+    if lse_ptr is not None:
         lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.math.log2(safe_sum)) * LN2)
-        tl.store(lse_ptr + lse_offset, lse, mask=mask_m)
+        tl.store(lse_ptr + token * stride_lse.token + head * stride_lse.head, lse, mask=mask_m)

@@ -2,20 +2,68 @@
 asked for.
 """
 
+from typing import NamedTuple
+
 import torch
 
 
-def visible_rows(pool: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """The ``seq_len`` rows that one sequence sees, ``(seq_len, num_kv_heads, head_size)``, as a
-    copy.
+class VisibleKeys(NamedTuple):
+    """What one sequence sees, paged rows first, in the order of its table."""
 
-    Args:
-        pool: ``(num_blocks, block_size, num_kv_heads, head_size)``.
-        block_table: ``(max_blocks,)`` of one sequence.
-    """
-    block_size = pool.shape[1]
-    position = torch.arange(seq_len, device=pool.device)
-    return pool[block_table.long()[position // block_size], position % block_size]
+    key: torch.Tensor  # (num_keys, num_kv_heads, head_size)
+    value: torch.Tensor
+    bias: torch.Tensor  # (num_keys, num_kv_heads), what is added to the scores
+    segment: torch.Tensor  # (num_keys,), which query attends to a key
+
+
+def visible_keys(
+    seq: int,
+    num_segments: int,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    key_current: torch.Tensor | None = None,
+    value_current: torch.Tensor | None = None,
+    current_start_loc: torch.Tensor | None = None,
+    segment_blocks: torch.Tensor | None = None,
+    key_scale: torch.Tensor | float | None = None,
+    value_scale: torch.Tensor | float | None = None,
+    block_bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> VisibleKeys:
+    """Copies in ``dtype``, scales multiplied in; arguments as of `paged_window_attention`."""
+    block_size, num_kv_heads = key_pool.shape[1:3]
+    seq_len = int(seq_lens[seq])
+    position = torch.arange(seq_len, device=key_pool.device)
+    entry = position // block_size
+    block = block_table[seq].long()[entry]
+
+    def rows_of(pool: torch.Tensor, scale: torch.Tensor | float | None) -> torch.Tensor:
+        rows = pool[block, position % block_size].double()
+        if isinstance(scale, torch.Tensor) and scale.dim() == 2:
+            scale = scale[block].double().unsqueeze(-1)
+        return (rows if scale is None else rows * scale).to(dtype)
+
+    key, value = rows_of(key_pool, key_scale), rows_of(value_pool, value_scale)
+    bias = torch.zeros(seq_len, num_kv_heads, dtype=dtype, device=key_pool.device)
+    if block_bias is not None:
+        bias += block_bias[block].reshape(seq_len, -1).to(dtype)
+    # The last query attends to everything from the partly filled block on.
+    segment = torch.full_like(entry, num_segments - 1)
+    if segment_blocks is not None:
+        segment = torch.searchsorted(segment_blocks[seq].cumsum(0), entry, right=True)
+        segment[entry >= seq_len // block_size] = num_segments - 1
+    if key_current is not None and value_current is not None:
+        own = slice(0, key_current.shape[0])
+        if current_start_loc is not None:
+            own = slice(*current_start_loc[seq : seq + 2].tolist())
+        key = torch.cat([key, key_current[own].to(dtype)])
+        value = torch.cat([value, value_current[own].to(dtype)])
+        count = len(key) - seq_len
+        bias = torch.cat([bias, bias.new_zeros(count, num_kv_heads)])
+        segment = torch.cat([segment, segment.new_full((count,), num_segments - 1)])
+    return VisibleKeys(key, value, bias, segment)
 
 
 def dense_attention(
@@ -52,6 +100,10 @@ def paged_window_attention(
     key_current: torch.Tensor | None = None,
     value_current: torch.Tensor | None = None,
     current_start_loc: torch.Tensor | None = None,
+    segment_blocks: torch.Tensor | None = None,
+    key_scale: torch.Tensor | float | None = None,
+    value_scale: torch.Tensor | float | None = None,
+    block_bias: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The public function of that name, from its definition, computed and returned in ``dtype``.
@@ -59,21 +111,37 @@ def paged_window_attention(
     Returns:
         out ``(num_tokens, num_heads, head_size)`` and lse ``(num_tokens, num_heads)``, natural log.
     """
-    num_seqs = seq_lens.shape[0]
-    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    starts = [0, query.shape[0]] if query_start_loc is None else query_start_loc.tolist()
-    if key_current is not None:
-        current = (
-            [0, key_current.shape[0]] if current_start_loc is None else current_start_loc.tolist()
-        )
+    queries = query if query.dim() == 4 else query.unsqueeze(0)
+    num_segments, num_tokens, num_heads, head_size = queries.shape
+    scale = head_size**-0.5 if softmax_scale is None else softmax_scale
+    group = num_heads // key_pool.shape[2]
+    starts = [0, num_tokens] if query_start_loc is None else query_start_loc.tolist()
     outs, lses = [], []
-    for s in range(num_seqs):
-        key = visible_rows(key_pool, block_table[s], int(seq_lens[s])).to(dtype)
-        value = visible_rows(value_pool, block_table[s], int(seq_lens[s])).to(dtype)
-        if key_current is not None and value_current is not None:
-            key = torch.cat([key, key_current[current[s] : current[s + 1]].to(dtype)])
-            value = torch.cat([value, value_current[current[s] : current[s + 1]].to(dtype)])
-        out, lse = dense_attention(query[starts[s] : starts[s + 1]], key, value, scale, dtype)
-        outs.append(out)
-        lses.append(lse)
+    for s in range(len(seq_lens)):
+        seen = visible_keys(
+            s,
+            num_segments,
+            key_pool,
+            value_pool,
+            block_table,
+            seq_lens,
+            key_current,
+            value_current,
+            current_start_loc,
+            segment_blocks,
+            key_scale,
+            value_scale,
+            block_bias,
+            dtype,
+        )
+        key, value, bias = (x.repeat_interleave(group, 1).transpose(0, 1) for x in seen[:3])
+        rows = slice(starts[s], starts[s + 1])
+        scores = bias.unsqueeze(1).repeat(1, rows.stop - rows.start, 1)
+        for number, q in enumerate(queries[:, rows].to(dtype)):
+            own = seen.segment == number
+            scores[..., own] += q.transpose(0, 1) @ key[:, own].transpose(1, 2) * scale
+        lse = torch.logsumexp(scores, dim=-1)
+        p = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
+        outs.append((p @ value).transpose(0, 1))
+        lses.append(lse.T)
     return torch.cat(outs), torch.cat(lses)

@@ -1,22 +1,31 @@
 """Write K and V rows into their slots of the pool: one launch for both, and for the extra rows of a
 forward.
 
-Layouts (strides are in elements; the last one is 1):
-
-    key, value               (num_tokens, num_kv_heads, head_size)
-    key_extra, value_extra   (num_extra, num_kv_heads, head_size), written after the others (action
-    rows) key_pool, value_pool     (num_blocks, block_size, num_kv_heads, head_size) slot_mapping
-    (num_tokens + num_extra,); slot = block * block_size + offset, below 0 means skip
-
-A pure copy is bit-exact; fp32 rows into a 16-bit pool are rounded to nearest even.
+Layouts: `arguments`. A pure copy is bit-exact; fp32 rows into a 16-bit pool are rounded to nearest
+even. Into an fp8 pool a row goes as ``clamp(row / scale, -448, 448)``, rounded to nearest even; NaN
+stays NaN.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .primitives import strides
+from .arguments import BlockStrides, EntryStrides, RowStrides, ScatterArguments, strides
+from .scales import LARGEST_E4M3, set_block_scales
 from .tuning import scatter_tile
+
+
+@triton.jit
+def as_stored(x, scale_ptr, stride_scale, block, head, mask, pool_ptr):
+    """Rows [BLOCK_T, BLOCK_C] in the type of the pool; for fp8 divided by their scale."""
+    if pool_ptr.dtype.element_ty == tl.float8e4nv:
+        x = x.to(tl.float32)
+        if scale_ptr is not None:
+            offset = block[:, None] * stride_scale.block + head[None, :] * stride_scale.head
+            x = tl.math.div_rn(x, tl.load(scale_ptr + offset, mask=mask, other=1.0))
+        # The cast does not saturate everywhere. NaN passes both comparisons.
+        x = tl.where(x > LARGEST_E4M3, LARGEST_E4M3, tl.where(x < -LARGEST_E4M3, -LARGEST_E4M3, x))
+    return x.to(pool_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -28,30 +37,30 @@ def _scatter_kernel(
     key_pool_ptr,
     value_pool_ptr,
     slot_mapping_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
     num_tokens,
     num_extra,
-    stride_key_token,
-    stride_key_head,
-    stride_value_token,
-    stride_value_head,
-    stride_key_extra_token,
-    stride_key_extra_head,
-    stride_value_extra_token,
-    stride_value_extra_head,
-    stride_key_block,
-    stride_key_slot,
-    stride_key_pool_head,
-    stride_value_block,
-    stride_value_slot,
-    stride_value_pool_head,
+    stride_key,
+    stride_value,
+    stride_key_extra,
+    stride_value_extra,
+    stride_key_pool,
+    stride_value_pool,
+    stride_key_scale,
+    stride_value_scale,
     stride_slot_mapping,
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
 ):
+    """Write ``BLOCK_T`` rows, ``BLOCK_C`` columns of all heads side by side.
+
+    Layout: `arguments`. Work of a launch: none but the conversion. Bytes: K and V are read and
+    written once, plus one slot (4 or 8 bytes) a row and tile of columns.
+    """
     offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     offs_c = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     head = offs_c // HEAD_SIZE
@@ -66,98 +75,93 @@ def _scatter_kernel(
     # [BLOCK_T, BLOCK_C]
     mask = ((slot >= 0) & mask_t)[:, None] & mask_c[None, :]
     is_token = (offs_t < num_tokens)[:, None]
+    key_column = head * stride_key.head + dim
+    value_column = head * stride_value.head + dim
     key = tl.load(
-        key_ptr
-        + offs_t[:, None] * stride_key_token
-        + head[None, :] * stride_key_head
-        + dim[None, :],
+        key_ptr + offs_t[:, None] * stride_key.token + key_column[None, :],
         mask=mask & is_token,
         other=0.0,
     )
     value = tl.load(
-        value_ptr
-        + offs_t[:, None] * stride_value_token
-        + head[None, :] * stride_value_head
-        + dim[None, :],
+        value_ptr + offs_t[:, None] * stride_value.token + value_column[None, :],
         mask=mask & is_token,
         other=0.0,
     )
-    if HAS_EXTRA:
+    if key_extra_ptr is not None:
         extra = (offs_t - num_tokens)[:, None]
+        key_column = head * stride_key_extra.head + dim
+        value_column = head * stride_value_extra.head + dim
         key_extra = tl.load(
-            key_extra_ptr
-            + extra * stride_key_extra_token
-            + head[None, :] * stride_key_extra_head
-            + dim[None, :],
+            key_extra_ptr + extra * stride_key_extra.token + key_column[None, :],
             mask=mask & (extra >= 0),
             other=0.0,
         )
         value_extra = tl.load(
-            value_extra_ptr
-            + extra * stride_value_extra_token
-            + head[None, :] * stride_value_extra_head
-            + dim[None, :],
+            value_extra_ptr + extra * stride_value_extra.token + value_column[None, :],
             mask=mask & (extra >= 0),
             other=0.0,
         )
         key = tl.where(is_token, key, key_extra)
         value = tl.where(is_token, value, value_extra)
-    key_slot = block * stride_key_block + offset * stride_key_slot
-    value_slot = block * stride_value_block + offset * stride_value_slot
+    key_slot = block * stride_key_pool.block + offset * stride_key_pool.slot
+    value_slot = block * stride_value_pool.block + offset * stride_value_pool.slot
+    key_column = head * stride_key_pool.head + dim
+    value_column = head * stride_value_pool.head + dim
     tl.store(
-        key_pool_ptr + key_slot[:, None] + head[None, :] * stride_key_pool_head + dim[None, :],
-        key.to(key_pool_ptr.dtype.element_ty),
+        key_pool_ptr + key_slot[:, None] + key_column[None, :],
+        as_stored(key, key_scale_ptr, stride_key_scale, block, head, mask, key_pool_ptr),
         mask=mask,
     )
     tl.store(
-        value_pool_ptr
-        + value_slot[:, None]
-        + head[None, :] * stride_value_pool_head
-        + dim[None, :],
-        value.to(value_pool_ptr.dtype.element_ty),
+        value_pool_ptr + value_slot[:, None] + value_column[None, :],
+        as_stored(value, value_scale_ptr, stride_value_scale, block, head, mask, value_pool_ptr),
         mask=mask,
     )
 
 
-def scatter(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_extra: torch.Tensor | None,
-    value_extra: torch.Tensor | None,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """Launch the scatter. Writes the pools in place. Arguments are taken as checked."""
-    num_tokens, num_kv_heads, head_size = key.shape
-    num_extra = key_extra.shape[0] if key_extra is not None else 0
-    if num_tokens + num_extra == 0:
+def scatter(rows: ScatterArguments) -> None:
+    """Launch the scatter. Writes the pools, and scales of blocks, in place. Arguments are taken as
+    checked.
+    """
+    num_tokens, num_kv_heads, head_size = rows.key.shape
+    num_rows = rows.slot_mapping.shape[0]
+    if num_rows == 0:
         return
+    if rows.key_scale is not None and rows.key_scale.dim() == 2:
+        set_block_scales(rows)
     columns = num_kv_heads * head_size
     block_t, block_c = scatter_tile(columns)
-    _scatter_kernel[(triton.cdiv(num_tokens + num_extra, block_t), triton.cdiv(columns, block_c))](
-        key,
-        value,
-        key_extra,
-        value_extra,
-        key_pool,
-        value_pool,
-        slot_mapping,
+    _scatter_kernel[(triton.cdiv(num_rows, block_t), triton.cdiv(columns, block_c))](
+        rows.key,
+        rows.value,
+        rows.key_extra,
+        rows.value_extra,
+        rows.key_pool,
+        rows.value_pool,
+        rows.slot_mapping,
+        rows.key_scale,
+        rows.value_scale,
         num_tokens,
-        num_extra,
-        *strides(key, 2),
-        *strides(value, 2),
-        *strides(key_extra, 2),
-        *strides(value_extra, 2),
-        *strides(key_pool, 3),
-        *strides(value_pool, 3),
-        *strides(slot_mapping, 1),
-        BLOCK_SIZE=key_pool.shape[1],
+        num_rows - num_tokens,
+        RowStrides(*strides(rows.key, 2)),
+        RowStrides(*strides(rows.value, 2)),
+        RowStrides(*strides(rows.key_extra, 2)),
+        RowStrides(*strides(rows.value_extra, 2)),
+        BlockStrides(*strides(rows.key_pool, 3)),
+        BlockStrides(*strides(rows.value_pool, 3)),
+        scale_strides(rows.key_scale),
+        scale_strides(rows.value_scale),
+        rows.slot_mapping.stride(0),
+        BLOCK_SIZE=rows.key_pool.shape[1],
         NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
         BLOCK_T=block_t,
         BLOCK_C=block_c,
-        HAS_EXTRA=num_extra > 0,
         num_warps=4,
         enable_fp_fusion=True,
     )
+
+
+def scale_strides(scale: torch.Tensor | None) -> EntryStrides:
+    """Strides of a scale: zeros where one number stands for every block and head."""
+    return EntryStrides(*(strides(scale, 2) if scale is not None and scale.dim() == 2 else (0, 0)))

@@ -26,6 +26,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def padded_head_size(head_size: int) -> int:
+    """Columns of a tile: a matrix product needs a power of two, at least 16."""
+    return max(16, next_power_of_2(head_size))
+
+
 def walk_tiles(
     arch: int, head_size: int, element_size: int, block_size: int, num_rows: int
 ) -> WalkTiles:
@@ -41,7 +46,7 @@ def walk_tiles(
         block_size: tokens of one entry of the block table.
         num_rows: query rows of the whole call, those of all query heads of a K/V head counted.
     """
-    block_d = max(16, next_power_of_2(head_size))
+    block_d = padded_head_size(head_size)
     # fp32 has no tensor-core path at full precision, and 256-wide heads double the accumulator.
     wide = element_size == 2 and block_d <= 128
     block_m = 128 if wide else 64
@@ -63,6 +68,28 @@ def gather_tiles(arch: int, head_size: int, element_size: int, num_rows: int) ->
     tiles = walk_tiles(arch, head_size, element_size, 1 << 30, num_rows)
     # Two stages take 80 KiB of shared memory on gfx942, which has 64.
     return tiles._replace(num_stages=2 if arch else 1)
+
+
+# A launch that keeps this share of the GPU busy is not worth the records and the second launch of a
+# split: from counting waves, not from a GPU.
+_BUSY_ENOUGH = 0.9
+
+
+def split_programs(num_tiles: int, num_multiprocessors: int) -> int:
+    """How many programs divide the keys of a launch of `walk`; 0: one program takes one tile.
+
+    A tile of 128 rows fills a multiprocessor, so tiles run in waves of ``num_multiprocessors``.
+    DreamZero's one frame is 280 tiles, 2.12 waves on 132 multiprocessors: 3 are waited for.
+
+    Args:
+        num_tiles: tiles of query rows, of all K/V heads.
+        num_multiprocessors: of the GPU; 0 in the interpreter.
+    """
+    if not num_multiprocessors:
+        return 0
+    waves = -(-num_tiles // num_multiprocessors)
+    busy = num_tiles / (waves * num_multiprocessors)
+    return num_multiprocessors if busy < _BUSY_ENOUGH else 0
 
 
 def padding_waste(block_size: int, tiles: WalkTiles) -> float:

@@ -1,42 +1,36 @@
 """Attention that walks a block table: no gather, any block size, no host plan.
 
-Layouts (strides are in elements; the last one is 1):
-
-    query, out               (num_tokens, num_heads, head_size)
-    key_pool, value_pool     (num_blocks, block_size, num_kv_heads, head_size)
-    block_table              (num_seqs, max_blocks)
-    seq_lens                 (num_seqs,)     visible rows of each sequence in the pool
-    query_start_loc          (num_seqs + 1,)
-    key_current, value_current  (num_current, num_kv_heads, head_size), visible after the paged rows
-    current_start_loc        (num_seqs + 1,)
-    lse                      (num_tokens, num_heads) float32, natural log
-
-Attention is not causal, so the order of the keys is free. One program serves one tile of query rows
-(the query heads of one K/V head packed into it) and one K/V head, and runs:
+Layouts: `arguments`. Attention is not causal, so the order of the keys is free. A program takes one
+tile of query rows (the query heads of one K/V head packed into it) and one K/V head, and runs:
 
 1. the full tiles of every whole block, without any mask;
 2. the ragged last tile of every whole block, with a tile size of its own;
 3. the rows of the last, partly filled block, then the current rows.
 
-The bounds are read from ``seq_lens`` on the device: a launch does not change as the window moves.
+Where the blocks are divided into segments, 1 and 2 run for each of them with a query of its own,
+and 3 with the last one. The bounds are read from ``seq_lens`` on the device: a launch does not
+change as the window moves. Where the tiles do not fill the GPU, a fixed number of programs divides
+the keys of all tiles evenly (`split`), and `merge` finishes the tiles that several of them saw.
 """
 
-import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import NUM_POINTERS, arch_of, launch_arguments
+from .arguments import AttentionArguments
+from .launch import arch_of, block_descriptor, descriptors_fit, launch_arguments, multiprocessors
+from .loops import attend_blocks, attend_rows
+from .merge import merge, new_workspace, store_record
 from .primitives import (
-    attend_current,
-    attend_rows,
-    sequence_of_tile,
-    softmax_step,
+    block_factors,
+    load_query,
+    row_ptr,
+    rows_of,
     store_tile,
-    strides,
+    tile_of_program,
     tile_rows,
 )
-from .tuning import walk_tiles
+from .split import UNIT, items_between, locate_tile, share_of_program, units_per_block
+from .tuning import split_programs, walk_tiles
 
 
 @triton.jit
@@ -45,37 +39,33 @@ def _walk_kernel(
     key_pool_ptr,
     value_pool_ptr,
     block_table_ptr,
-    seq_lens_ptr,
-    query_start_loc_ptr,
+    segment_blocks_ptr,
     key_current_ptr,
     value_current_ptr,
-    current_start_loc_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    block_bias_ptr,
     out_ptr,
     lse_ptr,
+    batch,
+    stride_query,
+    stride_key,
+    stride_value,
+    stride_table,
+    stride_key_current,
+    stride_value_current,
+    stride_key_scale,
+    stride_value_scale,
+    stride_bias,
+    stride_out,
+    stride_lse,
+    scale_log2,
     key_desc,  # blocks of the pools as [1, BLOCK_N, BLOCK_D] and [1, TAIL_N, BLOCK_D], or None
     value_desc,
     key_tail_desc,
     value_tail_desc,
-    scale_log2,
-    num_seqs,
-    stride_query_token,
-    stride_query_head,
-    stride_key_block,
-    stride_key_slot,
-    stride_key_head,
-    stride_value_block,
-    stride_value_slot,
-    stride_value_head,
-    stride_table_seq,
-    stride_table_block,
-    stride_key_current_token,
-    stride_key_current_head,
-    stride_value_current_token,
-    stride_value_current_head,
-    stride_out_token,
-    stride_out_head,
-    stride_lse_token,
-    stride_lse_head,
+    workspace_ptr,  # of a split launch, else None
+    num_programs,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     QUERIES_PER_KV: tl.constexpr,
@@ -84,189 +74,245 @@ def _walk_kernel(
     BLOCK_D: tl.constexpr,
     TAIL_N: tl.constexpr,
     REST_N: tl.constexpr,
+    UNITS_PER_BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
     ONE_SEQ: tl.constexpr,
-    HAS_CURRENT: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    HAS_DESC: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr,
     COUNT_TILES: tl.constexpr,
 ):
-    """Attend one tile of ``BLOCK_M`` query rows over one sequence's blocks and current rows.
+    """Attend tiles of ``BLOCK_M`` query rows over their sequence's blocks and current rows.
 
-    Layout: as the module says; K/V blocks also as descriptors of ``(num_blocks, block_size,
+    Layout: `arguments`; K/V blocks also as descriptors of ``(num_blocks, block_size,
     num_kv_heads * head_size)``, read in boxes of one block, one tile of rows and one head.
     Work of a launch: 4 * head_size multiply-adds' flops a (query row, head, visible key), plus what
     ``TAIL_N`` pads each whole block's last tile with (`tuning.padding_waste`).
     Bytes of a launch: every tile of query rows reads the K and V of its head once,
-    2 * head_size * visible keys * element size; ``query`` is read and ``out`` written once.
+    2 * head_size * visible keys * element size; ``query`` is read and ``out`` written once. A split
+    launch also writes at most two records a program (`merge`).
     """
-    TILES_PER_BLOCK: tl.constexpr = BLOCK_SIZE // BLOCK_N
     TAIL_ROWS: tl.constexpr = BLOCK_SIZE % BLOCK_N
-    TAIL_START: tl.constexpr = TILES_PER_BLOCK * BLOCK_N
+    FULL_ROWS: tl.constexpr = BLOCK_SIZE - TAIL_ROWS
+    TILES_PER_BLOCK: tl.constexpr = FULL_ROWS // BLOCK_N
+    SPLIT: tl.constexpr = workspace_ptr is not None
 
-    seq = sequence_of_tile(query_start_loc_ptr, num_seqs, QUERIES_PER_KV, BLOCK_M, ONE_SEQ)
-    kv_head = tl.program_id(1)
-    token, head, mask_m, has_rows = tile_rows(
-        query_start_loc_ptr, seq, kv_head, QUERIES_PER_KV, BLOCK_M
-    )
-    if not has_rows:
-        return
-    offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < HEAD_SIZE
-    # [BLOCK_M, BLOCK_D]
-    query = tl.load(
-        query_ptr
-        + (token * stride_query_token + head * stride_query_head)[:, None]
-        + offs_d[None, :],
-        mask=mask_m[:, None] & mask_d[None, :],
-        other=0.0,
-    )
-
-    seq_len = tl.load(seq_lens_ptr + seq).to(tl.int32)
-    num_whole_blocks = seq_len // BLOCK_SIZE
-    table_ptr = block_table_ptr + tl.cast(seq, tl.int64) * stride_table_seq
-    column = kv_head * HEAD_SIZE  # of a descriptor's last dimension
-    key_head_ptr = key_pool_ptr + kv_head.to(tl.int64) * stride_key_head
-    value_head_ptr = value_pool_ptr + kv_head.to(tl.int64) * stride_value_head
-
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-
-    if TILES_PER_BLOCK > 0:
-        if not HAS_DESC:
-            # Offsets inside a tile do not change from tile to tile: computed once, in 64 bits.
-            rows = offs_n.to(tl.int64)
-            key_offset = rows[None, :] * stride_key_slot + offs_d[:, None]
-            value_offset = rows[:, None] * stride_value_slot + offs_d[None, :]
-        entry = 0
-        tile = 0
-        for i in tl.range(0, num_whole_blocks * TILES_PER_BLOCK):
-            if not COUNT_TILES:
-                entry = i // TILES_PER_BLOCK
-                tile = i % TILES_PER_BLOCK
-            block = tl.load(table_ptr + tl.cast(entry, tl.int64) * stride_table_block)
-            # Keys as [BLOCK_D, BLOCK_N], values as [BLOCK_N, BLOCK_D]
-            if HAS_DESC:
-                block = block.to(tl.int32)
-                slot = tile * BLOCK_N
-                key = key_desc.load([block, slot, column]).reshape(BLOCK_N, BLOCK_D)
-                value = value_desc.load([block, slot, column]).reshape(BLOCK_N, BLOCK_D)
-                key = key.T
-            else:
-                block = block.to(tl.int64)
-                slot = tl.cast(tile, tl.int64) * BLOCK_N
-                key_first = block * stride_key_block + slot * stride_key_slot
-                value_first = block * stride_value_block + slot * stride_value_slot
-                key_ptr = key_head_ptr + key_first + key_offset
-                value_ptr = value_head_ptr + value_first + value_offset
-                if BLOCK_D == HEAD_SIZE:
-                    key = tl.load(key_ptr)
-                    value = tl.load(value_ptr)
-                else:
-                    key = tl.load(key_ptr, mask=mask_d[:, None], other=0.0)
-                    value = tl.load(value_ptr, mask=mask_d[None, :], other=0.0)
-            acc, row_max, row_sum = softmax_step(
-                query, key, value, acc, row_max, row_sum, scale_log2, None, False, PRECISION
+    num_pieces = 1
+    if SPLIT:
+        first_unit, last_unit, first_tile, num_pieces = share_of_program(
+            num_programs, batch, QUERIES_PER_KV, BLOCK_M, BLOCK_SIZE, UNITS_PER_BLOCK, REST_N
+        )
+    for piece in tl.range(0, num_pieces):
+        if SPLIT:
+            index = first_tile + piece
+            seq, kv_head, tile, tile_unit, num_units = locate_tile(
+                index, batch, QUERIES_PER_KV, BLOCK_M, BLOCK_SIZE, UNITS_PER_BLOCK, REST_N
             )
-            if COUNT_TILES:
-                tile += 1
-                if tile == TILES_PER_BLOCK:
-                    tile = 0
-                    entry += 1
+            first = tl.maximum(first_unit - tile_unit, 0).to(tl.int32)
+            last = tl.minimum(last_unit - tile_unit, num_units).to(tl.int32)
+        else:
+            seq, tile = tile_of_program(batch, QUERIES_PER_KV, BLOCK_M, ONE_SEQ)
+            kv_head = tl.program_id(1)
+        token, head, mask_m, has_rows = tile_rows(
+            batch.query_start_loc_ptr, seq, kv_head, tile, QUERIES_PER_KV, BLOCK_M
+        )
+        # A grid over ragged sequences has tiles without rows: those see no key.
+        seq_len = tl.load(batch.seq_lens_ptr + seq, mask=has_rows, other=0).to(tl.int32)
+        num_whole_blocks = seq_len // BLOCK_SIZE
+        table_ptr = block_table_ptr + tl.cast(seq, tl.int64) * stride_table.seq
+        key_head_ptr = key_pool_ptr + kv_head.to(tl.int64) * stride_key.head
+        value_head_ptr = value_pool_ptr + kv_head.to(tl.int64) * stride_value.head
 
-    if TAIL_ROWS > 0:
-        offs_t = tl.arange(0, TAIL_N)
-        mask_t = offs_t < TAIL_ROWS
-        if not HAS_DESC:
-            rows = (TAIL_START + offs_t).to(tl.int64)
-            key_tail_ptr = key_head_ptr + rows[None, :] * stride_key_slot + offs_d[:, None]
-            value_tail_ptr = value_head_ptr + rows[:, None] * stride_value_slot + offs_d[None, :]
-        for entry in tl.range(0, num_whole_blocks):
-            block = tl.load(table_ptr + tl.cast(entry, tl.int64) * stride_table_block)
-            # Keys as [BLOCK_D, TAIL_N], values as [TAIL_N, BLOCK_D]
-            if HAS_DESC:
-                # Rows past the block are outside the descriptor's second dimension: zeros.
-                block = block.to(tl.int32)
-                first = [block, TAIL_START, column]
-                key = key_tail_desc.load(first).reshape(TAIL_N, BLOCK_D)
-                value = value_tail_desc.load(first).reshape(TAIL_N, BLOCK_D)
-                key = key.T
-            else:
-                block = block.to(tl.int64)
-                key = tl.load(
-                    key_tail_ptr + block * stride_key_block,
-                    mask=mask_t[None, :] & mask_d[:, None],
-                    other=0.0,
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        acc_unit = 1.0  # the scale of the V rows in acc
+        query = load_query(query_ptr, stride_query, 0, token, head, mask_m, offs_d, HEAD_SIZE)
+        next_entry = 0
+        for segment in tl.range(0, NUM_SEGMENTS):
+            first_entry = next_entry
+            next_entry = num_whole_blocks
+            if NUM_SEGMENTS > 1:
+                query = load_query(
+                    query_ptr, stride_query, segment, token, head, mask_m, offs_d, HEAD_SIZE
                 )
-                value = tl.load(
-                    value_tail_ptr + block * stride_value_block,
-                    mask=mask_t[:, None] & mask_d[None, :],
-                    other=0.0,
+                if segment < NUM_SEGMENTS - 1:
+                    entries = tl.load(segment_blocks_ptr + seq * (NUM_SEGMENTS - 1) + segment)
+                    next_entry = tl.minimum(first_entry + entries.to(tl.int32), num_whole_blocks)
+            if FULL_ROWS > 0:
+                start = first_entry * TILES_PER_BLOCK
+                stop = next_entry * TILES_PER_BLOCK
+                if SPLIT:
+                    start, stop = items_between(first, last, 0, start, stop, BLOCK_N)
+                acc, row_max, row_sum, acc_unit = attend_blocks(
+                    query,
+                    acc,
+                    row_max,
+                    row_sum,
+                    acc_unit,
+                    key_head_ptr,
+                    value_head_ptr,
+                    key_desc,
+                    value_desc,
+                    key_scale_ptr,
+                    value_scale_ptr,
+                    block_bias_ptr,
+                    table_ptr,
+                    kv_head,
+                    stride_key,
+                    stride_value,
+                    stride_table,
+                    stride_key_scale,
+                    stride_value_scale,
+                    stride_bias,
+                    start,
+                    stop,
+                    scale_log2,
+                    offs_d,
+                    0,
+                    FULL_ROWS,
+                    BLOCK_N,
+                    BLOCK_D,
+                    HEAD_SIZE,
+                    PRECISION,
+                    COUNT_TILES,
                 )
-            acc, row_max, row_sum = softmax_step(
-                query, key, value, acc, row_max, row_sum, scale_log2, mask_t, True, PRECISION
-            )
+            if TAIL_ROWS > 0:
+                start = first_entry
+                stop = next_entry
+                if SPLIT:
+                    base = num_whole_blocks * (FULL_ROWS // UNIT)
+                    start, stop = items_between(first, last, base, start, stop, TAIL_N)
+                acc, row_max, row_sum, acc_unit = attend_blocks(
+                    query,
+                    acc,
+                    row_max,
+                    row_sum,
+                    acc_unit,
+                    key_head_ptr,
+                    value_head_ptr,
+                    key_tail_desc,
+                    value_tail_desc,
+                    key_scale_ptr,
+                    value_scale_ptr,
+                    block_bias_ptr,
+                    table_ptr,
+                    kv_head,
+                    stride_key,
+                    stride_value,
+                    stride_table,
+                    stride_key_scale,
+                    stride_value_scale,
+                    stride_bias,
+                    start,
+                    stop,
+                    scale_log2,
+                    offs_d,
+                    FULL_ROWS,
+                    TAIL_ROWS,
+                    TAIL_N,
+                    BLOCK_D,
+                    HEAD_SIZE,
+                    PRECISION,
+                    False,
+                )
 
-    num_last_rows = seq_len - num_whole_blocks * BLOCK_SIZE
-    # Past the table's end when the last block is full: then nothing may be read there.
-    last_block = tl.load(
-        table_ptr + tl.cast(num_whole_blocks, tl.int64) * stride_table_block,
-        mask=num_last_rows > 0,
-        other=0,
-    ).to(tl.int64)
-    acc, row_max, row_sum = attend_rows(
-        query,
-        acc,
-        row_max,
-        row_sum,
-        key_head_ptr + last_block * stride_key_block,
-        value_head_ptr + last_block * stride_value_block,
-        stride_key_slot,
-        stride_value_slot,
-        num_last_rows,
-        scale_log2,
-        offs_d,
-        REST_N,
-        HEAD_SIZE,
-        PRECISION,
-    )
-    if HAS_CURRENT:
-        acc, row_max, row_sum = attend_current(
+        num_last_rows = seq_len - num_whole_blocks * BLOCK_SIZE
+        start = 0
+        stop = tl.cdiv(num_last_rows, REST_N)
+        if SPLIT:
+            base = num_whole_blocks * UNITS_PER_BLOCK
+            current_base = base + stop * (REST_N // UNIT)
+            start, stop = items_between(first, last, base, start, stop, REST_N)
+        # Past the table's end when the last block is full: then nothing may be read there.
+        last_block = tl.load(
+            table_ptr + tl.cast(num_whole_blocks, tl.int64) * stride_table.entry,
+            mask=num_last_rows > 0,
+            other=0,
+        ).to(tl.int64)
+        rest_scale, bias, new_unit = block_factors(
+            key_scale_ptr,
+            value_scale_ptr,
+            block_bias_ptr,
+            last_block,
+            kv_head,
+            stride_key_scale,
+            stride_value_scale,
+            stride_bias,
+            scale_log2,
+        )
+        if value_scale_ptr is not None:
+            # The null block's scale, where there are no rows, may be anything.
+            new_unit = tl.where(num_last_rows > 0, new_unit, 1.0)
+            acc *= acc_unit / new_unit
+        acc, row_max, row_sum = attend_rows(
             query,
             acc,
             row_max,
             row_sum,
-            key_current_ptr,
-            value_current_ptr,
-            current_start_loc_ptr,
-            seq,
-            kv_head,
-            stride_key_current_token,
-            stride_key_current_head,
-            stride_value_current_token,
-            stride_value_current_head,
-            scale_log2,
+            key_head_ptr + last_block * stride_key.block,
+            value_head_ptr + last_block * stride_value.block,
+            stride_key.slot,
+            stride_value.slot,
+            start * REST_N,
+            tl.minimum(stop * REST_N, num_last_rows),
+            rest_scale,
+            bias,
             offs_d,
             REST_N,
             HEAD_SIZE,
+            block_bias_ptr is not None,
             PRECISION,
         )
-    token, head, mask_m, _ = tile_rows(query_start_loc_ptr, seq, kv_head, QUERIES_PER_KV, BLOCK_M)
-    store_tile(
-        out_ptr,
-        lse_ptr,
-        acc,
-        row_max,
-        row_sum,
-        token * stride_out_token + head * stride_out_head,
-        token * stride_lse_token + head * stride_lse_head,
-        mask_m,
-        offs_d,
-        HEAD_SIZE,
-        HAS_LSE,
-    )
+        if value_scale_ptr is not None:
+            acc *= new_unit
+        if key_current_ptr is not None:
+            first_row = tl.load(batch.current_start_loc_ptr + seq)
+            num_current = rows_of(batch.current_start_loc_ptr, seq)
+            start = 0
+            stop = tl.cdiv(num_current, REST_N)
+            if SPLIT:
+                start, stop = items_between(first, last, current_base, start, stop, REST_N)
+            acc, row_max, row_sum = attend_rows(
+                query,
+                acc,
+                row_max,
+                row_sum,
+                row_ptr(key_current_ptr, stride_key_current, first_row, kv_head),
+                row_ptr(value_current_ptr, stride_value_current, first_row, kv_head),
+                stride_key_current.token,
+                stride_value_current.token,
+                start * REST_N,
+                tl.minimum(stop * REST_N, num_current),
+                scale_log2,
+                0.0,
+                offs_d,
+                REST_N,
+                HEAD_SIZE,
+                False,
+                PRECISION,
+            )
+        token, head, mask_m, _ = tile_rows(
+            batch.query_start_loc_ptr, seq, kv_head, tile, QUERIES_PER_KV, BLOCK_M
+        )
+        if SPLIT:
+            if (first > 0) | (last < num_units):  # other programs see the rest of the keys
+                record = 2 * tl.program_id(0) + tl.minimum(tl.cast(piece, tl.int32), 1)
+                store_record(workspace_ptr, record, acc, row_max, row_sum, BLOCK_M, BLOCK_D)
+                mask_m = mask_m & False
+        store_tile(
+            out_ptr,
+            lse_ptr,
+            acc,
+            row_max,
+            row_sum,
+            stride_out,
+            stride_lse,
+            token,
+            head,
+            mask_m,
+            offs_d,
+            HEAD_SIZE,
+        )
 
 
 def is_interpreted() -> bool:
@@ -274,100 +320,47 @@ def is_interpreted() -> bool:
     return not isinstance(_walk_kernel, triton.JITFunction)
 
 
-def descriptors_fit(key_pool: torch.Tensor, value_pool: torch.Tensor) -> bool:
-    """Whether tensor descriptors (TMA) can read the pools: 16 bits, heads side by side, aligned.
-
-    Only asked on sm_90 and newer; below, Triton turns a descriptor into slow pointers.
-    """
-    return all(_descriptor_fits(pool) for pool in (key_pool, value_pool))
-
-
-def _descriptor_fits(pool: torch.Tensor) -> bool:
-    # The rules of cuTensorMapEncodeTiled: no empty dimension, 16-byte base and strides, and each
-    # stride a multiple of the one inside it.
-    num_blocks, _, num_kv_heads, head_size = pool.shape
-    stride_block, stride_slot, stride_head, _ = pool.stride()
-    return (
-        pool.element_size() == 2
-        and head_size in (16, 32, 64, 128)
-        and num_blocks > 0
-        and pool.data_ptr() % 16 == 0
-        and (stride_head == head_size or num_kv_heads == 1)
-        and stride_slot >= num_kv_heads * head_size
-        and stride_slot % 8 == 0
-        and stride_block > 0
-        and stride_block % stride_slot == 0
-    )
-
-
-def _descriptor(pool: torch.Tensor, rows: int) -> TensorDescriptor:
-    num_blocks, block_size, num_kv_heads, head_size = pool.shape
-    shape, steps = [num_blocks, block_size, num_kv_heads * head_size], [*strides(pool, 2), 1]
-    return TensorDescriptor(pool, shape, steps, [1, rows, head_size])
-
-
 def walk(
-    query: torch.Tensor,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    key_current: torch.Tensor | None,
-    value_current: torch.Tensor | None,
-    current_start_loc: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    softmax_scale: float,
+    inputs: AttentionArguments,
     descriptors: bool | None = None,
+    num_programs: int | None = None,
 ) -> None:
-    """Launch the walk. Writes ``out`` and, where given, ``lse``. Arguments are taken as checked.
+    """Launch the walk, and `merge` where it is split. Writes ``out`` and, where given, ``lse``.
 
     Args:
+        inputs: taken as checked.
         descriptors: read the pools by tensor descriptors; None: on sm_90 and newer, where they fit.
+        num_programs: how many programs divide the keys among them; 0: one program a tile; None:
+            what `tuning.split_programs` says.
     """
-    arch = arch_of(query.device)
-    num_tokens, num_heads, head_size = query.shape
-    _, block_size, num_kv_heads, _ = key_pool.shape
-    num_rows = num_tokens * (num_heads // num_kv_heads)
-    if num_rows == 0:
+    if inputs.num_rows == 0:
         return
-    tiles = walk_tiles(arch, head_size, key_pool.element_size(), block_size, num_rows)
+    key_pool, value_pool, device = inputs.key_pool, inputs.value_pool, inputs.query.device
+    arch = arch_of(device)
+    _, block_size, _, head_size = key_pool.shape
+    tiles = walk_tiles(arch, head_size, inputs.query.element_size(), block_size, inputs.num_rows)
     if descriptors is None:
         descriptors = arch >= 90 and descriptors_fit(key_pool, value_pool)
-    full = tail = (None, None)
-    if descriptors:
-        full = tuple(_descriptor(pool, tiles.block_n) for pool in (key_pool, value_pool))
-        tail = tuple(_descriptor(pool, tiles.tail_n) for pool in (key_pool, value_pool))
-    grid, arguments, constants = launch_arguments(
-        query,
-        key_pool,
-        value_pool,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        key_current,
-        value_current,
-        current_start_loc,
-        out,
-        lse,
-        softmax_scale,
-        tiles.block_m,
-    )
-    pointers, scalars = arguments[:NUM_POINTERS], arguments[NUM_POINTERS:]
-    _walk_kernel[grid](
-        *pointers,
-        *full,
-        *tail,
-        *scalars,
+    boxes = (tiles.block_n, tiles.tail_n) if descriptors else (0, 0)
+    grid, arguments, constants = launch_arguments(inputs, tiles)
+    if num_programs is None:
+        num_programs = split_programs(grid[0] * grid[1], multiprocessors(device))
+    workspace = None
+    if num_programs:
+        workspace = new_workspace(num_programs, tiles, head_size, device)
+    _walk_kernel[(num_programs,) if num_programs else grid](
+        *arguments,
+        *(block_descriptor(pool, n) for n in boxes for pool in (key_pool, value_pool)),
+        workspace,
+        num_programs,
         **constants,
-        BLOCK_SIZE=block_size,
         BLOCK_N=tiles.block_n,
         TAIL_N=tiles.tail_n,
-        REST_N=tiles.rest_n,
-        HAS_DESC=descriptors,
+        UNITS_PER_BLOCK=units_per_block(block_size, tiles),
         COUNT_TILES=tiles.count_tiles,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,
     )
+    if workspace is not None:
+        merge(inputs, workspace, num_programs, grid[0] * grid[1], tiles)

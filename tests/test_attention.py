@@ -321,7 +321,7 @@ def test_torch_backend_copies_only_scattered_windows(dtype, block_size, scattere
         seq_lens=[4 * block_size + 1], query_lens=[5], block_size=block_size, dtype=dtype
     )
     if not scattered:
-        key, value = case.visible(0)
+        key, value, *_ = case.visible(0)
         table = torch.arange(1, 6, dtype=torch.int32).unsqueeze(0)
         rows = 4 * block_size + 1
         case.key_pool.flatten(0, 1)[block_size : block_size + rows] = key

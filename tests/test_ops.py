@@ -34,7 +34,7 @@ def write_attend_arguments(
         dtype=dtype,
         device=device,
     )
-    key, value = case.visible(0)
+    key, value, *_ = case.visible(0)
     table = case.block_table[0].tolist()
     slots = torch.tensor([table[i // 4] * 4 + i % 4 for i in range(6, 13)], device=device)
     for pool in (case.key_pool, case.value_pool):

@@ -212,7 +212,7 @@ def test_guards_have_something_to_guard():
         ("errors", "import numpy as np"),
         ("pool", "from .manager import ARDiffusionKVCache"),
         ("pool", "import vllm"),
-        ("pool", "from chunkattn.ops import scatter_kv"),
+        ("pool", "from chunkattn.functional import scatter_kv"),
         ("cache", "from chunkattn.session import Session"),
         ("cache", "import vllm"),
         ("session", "from vllm.v1.core.kv_cache_manager import KVCacheManager"),

@@ -1,0 +1,141 @@
+"""Scales of fp8 blocks: the largest value a block and head can hold, over 448, the largest e4m3.
+
+Layouts: `arguments`. The call that writes a block's first slot sets the block's scales, from the
+rows that it writes there; a later call that adds rows keeps them, and what they cannot hold is
+clamped. A chunk is written by one call, so its scales fit it.
+"""
+
+import triton
+import triton.language as tl
+
+from .arguments import EntryStrides, RowStrides, ScatterArguments, strides
+from .tuning import padded_head_size
+
+LARGEST_E4M3 = tl.constexpr(448.0)
+# A scale may become a divisor: a block of zeros has this one.
+SMALLEST_SCALE = tl.constexpr(2.0**-20)
+
+
+@triton.jit
+def _row_scale(ptr, stride, row, kv_head, mask, offs_d, HEAD_SIZE: tl.constexpr):
+    """What each row by itself would be divided by, [BLOCK_T]; NaN and infinities do not count."""
+    offset = row * stride.token + kv_head * stride.head
+    x = tl.load(
+        ptr + offset[:, None] + offs_d[None, :],
+        mask=mask[:, None] & (offs_d < HEAD_SIZE)[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    size = tl.abs(x)
+    largest = tl.max(tl.where(size < float("inf"), size, 0.0), 1)
+    return tl.maximum(largest / LARGEST_E4M3, SMALLEST_SCALE)
+
+
+@triton.jit
+def _block_scales_kernel(
+    key_ptr,
+    value_ptr,
+    key_extra_ptr,
+    value_extra_ptr,
+    slot_mapping_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    stride_key,
+    stride_value,
+    stride_key_extra,
+    stride_value_extra,
+    stride_slot_mapping,
+    stride_key_scale,
+    stride_value_scale,
+    num_tokens,
+    num_extra,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Set one head's scales of the blocks whose first slot is written.
+
+    A scale is below 0 while its block is being looked at: one program owns a head, so nobody else
+    sees that. Work of a launch: one comparison an element. Bytes: K and V read once.
+    """
+    kv_head = tl.program_id(0).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)
+    num_rows = num_tokens + num_extra
+    for phase in tl.static_range(3):
+        for start in tl.range(0, num_rows, BLOCK_T):
+            row = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
+            slot = tl.load(
+                slot_mapping_ptr + row * stride_slot_mapping, mask=row < num_rows, other=-1
+            ).to(tl.int64)
+            block = slot // BLOCK_SIZE
+            written = slot >= 0
+            is_first = written & (slot % BLOCK_SIZE == 0)
+            key_scale = key_scale_ptr + block * stride_key_scale.block
+            key_scale += kv_head * stride_key_scale.head
+            value_scale = value_scale_ptr + block * stride_value_scale.block
+            value_scale += kv_head * stride_value_scale.head
+            if phase == 0:
+                tl.store(key_scale, -SMALLEST_SCALE, mask=is_first)
+                tl.store(value_scale, -SMALLEST_SCALE, mask=is_first)
+            elif phase == 1:
+                # All scales of a block change sign together.
+                is_open = tl.load(key_scale, mask=written, other=1.0, volatile=True) < 0
+                is_token = is_open & (row < num_tokens)
+                key = _row_scale(key_ptr, stride_key, row, kv_head, is_token, offs_d, HEAD_SIZE)
+                value = _row_scale(
+                    value_ptr, stride_value, row, kv_head, is_token, offs_d, HEAD_SIZE
+                )
+                if key_extra_ptr is not None:
+                    extra = row - num_tokens
+                    is_extra = is_open & (extra >= 0)
+                    more = _row_scale(
+                        key_extra_ptr, stride_key_extra, extra, kv_head, is_extra, offs_d, HEAD_SIZE
+                    )
+                    key = tl.maximum(key, more)
+                    more = _row_scale(
+                        value_extra_ptr,
+                        stride_value_extra,
+                        extra,
+                        kv_head,
+                        is_extra,
+                        offs_d,
+                        HEAD_SIZE,
+                    )
+                    value = tl.maximum(value, more)
+                tl.atomic_min(key_scale, -key, mask=is_open)
+                tl.atomic_min(value_scale, -value, mask=is_open)
+            else:
+                key = tl.load(key_scale, mask=is_first, other=1.0, volatile=True)
+                value = tl.load(value_scale, mask=is_first, other=1.0, volatile=True)
+                tl.store(key_scale, -key, mask=is_first)
+                tl.store(value_scale, -value, mask=is_first)
+        tl.debug_barrier()
+
+
+def set_block_scales(rows: ScatterArguments) -> None:
+    """Launch. Writes ``key_scale`` and ``value_scale`` of the blocks whose first slot is mapped."""
+    num_tokens, num_kv_heads, head_size = rows.key.shape
+    _block_scales_kernel[(num_kv_heads,)](
+        rows.key,
+        rows.value,
+        rows.key_extra,
+        rows.value_extra,
+        rows.slot_mapping,
+        rows.key_scale,
+        rows.value_scale,
+        RowStrides(*strides(rows.key, 2)),
+        RowStrides(*strides(rows.value, 2)),
+        RowStrides(*strides(rows.key_extra, 2)),
+        RowStrides(*strides(rows.value_extra, 2)),
+        rows.slot_mapping.stride(0),
+        EntryStrides(*strides(rows.key_scale, 2)),
+        EntryStrides(*strides(rows.value_scale, 2)),
+        num_tokens,
+        rows.slot_mapping.shape[0] - num_tokens,
+        BLOCK_SIZE=rows.key_pool.shape[1],
+        HEAD_SIZE=head_size,
+        BLOCK_T=32,
+        BLOCK_D=padded_head_size(head_size),
+        num_warps=8,
+        enable_fp_fusion=True,
+    )

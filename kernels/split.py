@@ -1,0 +1,174 @@
+"""How the tiles of an attention launch are divided among a fixed number of programs.
+
+A tile (``BLOCK_M`` query rows of a sequence, one K/V head) owns as many units as its sequence has
+keys to read, 16 keys a unit. The units of all tiles stand in one line, sequence by sequence, head
+by head, tile by tile; program ``p`` of ``P`` takes the ``p``-th share of ``ceil(units / P)``. So
+every program reads as many keys as any other, whatever the number of tiles. A tile that lies in two
+or more shares is finished by `merge`.
+
+The number of programs is chosen from shapes, the shares follow from ``seq_lens`` on the device: the
+same call gives the same bits, and a launch does not change as the window moves.
+"""
+
+import triton
+import triton.language as tl
+
+from .primitives import rows_of
+from .tuning import WalkTiles
+
+_UNIT = 16
+UNIT = tl.constexpr(_UNIT)
+"""Keys of a unit: the smallest tile of keys there is."""
+
+
+def units_per_block(block_size: int, tiles: WalkTiles) -> int:
+    """Units of a whole block: of its full tiles and of its tail."""
+    tail_rows = block_size % tiles.block_n
+    return (block_size - tail_rows + (tiles.tail_n if tail_rows else 0)) // _UNIT
+
+
+@triton.jit
+def work_of_sequence(
+    seq,
+    batch,
+    QUERIES_PER_KV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    UNITS_PER_BLOCK: tl.constexpr,
+    REST_N: tl.constexpr,
+):
+    """Tiles of one head, and units of one of them; a tile without a key has one unit too."""
+    num_tokens = rows_of(batch.query_start_loc_ptr, seq)
+    num_tiles = tl.cdiv(num_tokens * QUERIES_PER_KV, BLOCK_M)
+    seq_len = tl.load(batch.seq_lens_ptr + seq).to(tl.int32)
+    num_rest = tl.cdiv(seq_len % BLOCK_SIZE, REST_N)
+    if batch.current_start_loc_ptr is not None:
+        num_rest += tl.cdiv(rows_of(batch.current_start_loc_ptr, seq), REST_N)
+    num_units = seq_len // BLOCK_SIZE * UNITS_PER_BLOCK + num_rest * (REST_N // UNIT)
+    return num_tiles, tl.maximum(num_units, 1)
+
+
+@triton.jit
+def tile_of_unit(
+    unit,
+    batch,
+    QUERIES_PER_KV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    UNITS_PER_BLOCK: tl.constexpr,
+    REST_N: tl.constexpr,
+):
+    """Index of the tile that owns a unit; the number of tiles for a unit past the last."""
+    tile = tl.cast(0, tl.int32)
+    first_unit = tl.cast(0, tl.int64)
+    for seq in tl.range(0, batch.num_seqs):
+        num_tiles, num_units = work_of_sequence(
+            seq,
+            batch,
+            QUERIES_PER_KV,
+            BLOCK_M,
+            BLOCK_SIZE,
+            UNITS_PER_BLOCK,
+            REST_N,
+        )
+        units = num_tiles.to(tl.int64) * batch.num_kv_heads * num_units
+        inside = tl.minimum(tl.maximum(unit - first_unit, 0), units)
+        tile += (inside // num_units).to(tl.int32)
+        first_unit += units
+    return tile
+
+
+@triton.jit
+def locate_tile(
+    index,
+    batch,
+    QUERIES_PER_KV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    UNITS_PER_BLOCK: tl.constexpr,
+    REST_N: tl.constexpr,
+):
+    """Sequence, K/V head, tile within them, first unit and units of the tile of an index.
+
+    For an index past the last tile the first unit is the number of all units.
+    """
+    found = tl.cast(0, tl.int32)
+    kv_head = tl.cast(0, tl.int32)
+    tile = tl.cast(0, tl.int32)
+    units_of_tile = tl.cast(1, tl.int32)
+    first_unit = tl.cast(0, tl.int64)
+    first_tile = tl.cast(0, tl.int32)
+    for seq in tl.range(0, batch.num_seqs):
+        num_tiles, num_units = work_of_sequence(
+            seq,
+            batch,
+            QUERIES_PER_KV,
+            BLOCK_M,
+            BLOCK_SIZE,
+            UNITS_PER_BLOCK,
+            REST_N,
+        )
+        count = num_tiles * batch.num_kv_heads
+        inside = index - first_tile
+        first_unit += tl.minimum(tl.maximum(inside, 0), count).to(tl.int64) * num_units
+        if (inside >= 0) & (inside < count):
+            found = seq
+            kv_head = inside // num_tiles
+            tile = inside % num_tiles
+            units_of_tile = num_units
+        first_tile += count
+    return found, kv_head, tile, first_unit, units_of_tile
+
+
+@triton.jit
+def items_between(first_unit, last_unit, base, first_item, last_item, BLOCK_N: tl.constexpr):
+    """Which items of ``BLOCK_N`` keys, laid out from unit ``base`` on, begin in some units."""
+    first = tl.cdiv(tl.maximum(first_unit - base, 0), BLOCK_N // UNIT)
+    last = tl.cdiv(tl.maximum(last_unit - base, 0), BLOCK_N // UNIT)
+    return tl.maximum(first_item, first), tl.minimum(last_item, last)
+
+
+@triton.jit
+def share_of_program(
+    num_programs,
+    batch,
+    QUERIES_PER_KV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    UNITS_PER_BLOCK: tl.constexpr,
+    REST_N: tl.constexpr,
+):
+    """First unit of this program's share, the one after its last, its first tile, and how many."""
+    # The tile after the last starts behind all units.
+    _, _, _, num_units, _ = locate_tile(
+        2**31 - 1,
+        batch,
+        QUERIES_PER_KV,
+        BLOCK_M,
+        BLOCK_SIZE,
+        UNITS_PER_BLOCK,
+        REST_N,
+    )
+    share = tl.cdiv(num_units, num_programs)
+    first_unit = tl.minimum(tl.program_id(0) * share, num_units)
+    last_unit = tl.minimum(first_unit + share, num_units)
+    first_tile = tile_of_unit(
+        first_unit,
+        batch,
+        QUERIES_PER_KV,
+        BLOCK_M,
+        BLOCK_SIZE,
+        UNITS_PER_BLOCK,
+        REST_N,
+    )
+    last_tile = tile_of_unit(
+        last_unit - 1,
+        batch,
+        QUERIES_PER_KV,
+        BLOCK_M,
+        BLOCK_SIZE,
+        UNITS_PER_BLOCK,
+        REST_N,
+    )
+    num_tiles = tl.where(first_unit < last_unit, last_tile - first_tile + 1, 0)
+    return first_unit, last_unit, first_tile, num_tiles
