@@ -43,16 +43,21 @@ ROWS: dict[str, tuple[set[str], set[str]]] = {
     "helper": (BASE, {"numpy", "torch"}),
     "torch_backend": (BASE, {"numpy", "torch"}),
     "ops": (BASE | {"torch_backend"}, {"numpy", "torch"}),
+    "block_ops": (BASE | {"ops"}, {"torch"}),
     "manager": (BASE, {"numpy", "torch", "vllm"}),
     "cache": (BASE | {"manager", "ops"}, {"numpy", "torch"}),
     "session": (BASE | {"cache", "manager", "ops"}, {"numpy", "torch"}),
     "testing": (BASE | {"cache", "manager", "ops", "session", "torch_backend"}, {"numpy", "torch"}),
-    "__init__": (BASE | {"cache", "manager", "ops", "session", "torch_backend"}, {"torch"}),
+    "__init__": (
+        BASE | {"block_ops", "cache", "manager", "ops", "session", "torch_backend"},
+        {"torch"},
+    ),
 }
 # What a file may import besides, inside a function: `import chunkattn` needs no Triton, and a
 # cache opens sessions, which need a cache.
 LAZY = {
     "ops": {"kernels"},
+    "block_ops": {"kernels"},
     "testing": {"kernels"},
     "pool": {"ops"},
     "cache": {"session"},
