@@ -55,7 +55,7 @@ class ARDiffusionKVCache:
         num_frame_per_block: chunks of a span.
         max_scratch_tokens_per_branch: action and state tokens of a forward.
         session_capacity: sessions that may be open at a time. Reserves no blocks.
-        backend: ``"auto"``, ``"torch"`` or ``"triton"``, for the sessions.
+        backend: ``"auto"``, ``"torch"``, ``"triton"``, ``"fa3"`` or ``"fa2"``, for the sessions.
 
     Raises:
         ValueError: an argument does not fit, or the memory holds fewer blocks than a rollout needs
@@ -117,7 +117,7 @@ class ARDiffusionKVCache:
         self.window_chunks = window_chunks
         self.backend = backend
         if device is not None:
-            self.backend = resolve_backend(backend, self.device, head_size)
+            self.backend = resolve_backend(backend, self.device, head_size, dtype, block_size)
         elif backend not in BACKENDS:
             raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from chunkattn import torch_backend
+from chunkattn import flash_backend, torch_backend
 from chunkattn.checks import (
     INDEX_DTYPES,
     POOL_DTYPES,
@@ -37,7 +37,7 @@ from chunkattn.errors import MissingDependencyError
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "triton", *flash_backend.NAMES)
 _MAX_TRITON_HEAD_SIZE = 256
 
 _library = torch.library.Library("chunkattn", "DEF")
@@ -61,24 +61,41 @@ _library.define(
 
 # ----------------------------------------------------------------------------------------------
 # backends
-def resolve_backend(backend: str, device: torch.device, head_size: int) -> str:
-    """Name of the backend that will run: ``"torch"`` or ``"triton"``.
+def resolve_backend(
+    backend: str,
+    device: torch.device,
+    head_size: int,
+    dtype: torch.dtype | None = None,
+    block_size: int | None = None,
+    num_query_rows: int | None = None,
+) -> str:
+    """Name of the backend that will run: ``"torch"``, ``"triton"``, ``"fa3"`` or ``"fa2"``.
 
     Args:
-        backend: ``"auto"`` is triton on a GPU and torch on the CPU. A backend asked for by name
-            never falls back.
+        backend: ``"auto"`` is torch on the CPU and, on a GPU, triton or what
+            `flash_backend.MEASURED` shows to be faster. A backend asked for by name never falls
+            back.
         device: where the pools lie.
         head_size: elements of one head.
+        dtype: of the pools; None for a write.
+        block_size: tokens of one block; None for a write.
+        num_query_rows: query rows of all query heads of a K/V head; None where not yet known.
 
     Raises:
         ValueError: an unknown name, or a device that the named backend cannot run on.
-        NotImplementedError: a head size that the named backend cannot do.
-        MissingDependencyError: Triton was asked for by name and is not installed.
+        NotImplementedError: a head size, a dtype or a block size that the named backend cannot do.
+        MissingDependencyError: the named backend needs a package that is not installed.
     """
     if backend not in BACKENDS:
         raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
         backend = _default_backend(device.type)
+        if backend == "triton" and dtype and block_size and num_query_rows:
+            backend = flash_backend.auto_backend(
+                device, head_size, dtype, block_size, num_query_rows
+            )
+    if backend in flash_backend.NAMES:
+        flash_backend.check(backend, device, head_size, dtype, block_size)
     if backend == "triton":
         if device.type == "cpu" and not _triton_kernels().walk.is_interpreted():
             raise ValueError(
@@ -121,7 +138,11 @@ def _triton_kernels() -> Kernels:
     return Kernels(scatter, walk, gather, tuning)
 
 
-def _attention_kernel(block_size: int) -> Callable[..., None]:
+def _attention_launch(backend: str, block_size: int) -> Callable[..., None]:
+    if backend == "torch":
+        return torch_backend.attend
+    if backend in flash_backend.NAMES:
+        return functools.partial(flash_backend.attend, backend)
     kernels = _triton_kernels()
     if block_size < kernels.tuning.GATHER_BELOW:
         launch: Callable[..., None] = kernels.gather.gather
@@ -157,6 +178,8 @@ def _scatter(
     slot_mapping: torch.Tensor,
     backend: str,
 ) -> None:
+    if backend in flash_backend.NAMES:  # these only attend
+        backend = _default_backend(key_pool.device.type)
     launch = torch_backend.scatter if backend == "torch" else _triton_kernels().scatter.scatter
     launch(
         key,
@@ -185,7 +208,7 @@ def _attend(
     softmax_scale: float,
     backend: str,
 ) -> None:
-    launch = torch_backend.attend if backend == "torch" else _attention_kernel(key_pool.shape[1])
+    launch = _attention_launch(backend, key_pool.shape[1])
     launch(
         query,
         key_pool,
@@ -274,7 +297,8 @@ def scatter_kv(
             slot below 0 skips its row. The block size is read off the pool.
         key_scale: for fp8 pools, which this version does not have: must be None.
         value_scale: as ``key_scale``.
-        backend: ``"auto"``, ``"torch"`` or ``"triton"``.
+        backend: ``"auto"``, ``"torch"`` or ``"triton"``; ``"fa3"`` and ``"fa2"`` write as
+            ``"auto"`` does.
 
     Raises:
         TypeError, ValueError: an argument does not fit, found before anything is written. Slot
@@ -342,7 +366,8 @@ def paged_window_attention(
         value_scale: as ``key_scale``.
         out: ``query``'s shape and dtype, written in place; None allocates it.
         return_lse: also return the natural log of the softmax denominators.
-        backend: ``"auto"``, ``"torch"`` or ``"triton"``.
+        backend: ``"auto"``, ``"torch"``, ``"triton"``, or, where installed, ``"fa3"`` or
+            ``"fa2"``, which need finite values in the dead slots of visible blocks.
 
     Returns:
         ``out``, or ``(out, lse)`` with ``lse`` ``(num_tokens, num_heads)`` float32. A row that sees
@@ -352,7 +377,9 @@ def paged_window_attention(
         TypeError, ValueError: an argument does not fit. Lengths and block ids are looked at when
             the tensors are on the CPU, or with ``CHUNKATTN_DEBUG=1``; on a GPU that would cost a
             host sync.
-        NotImplementedError: an fp8 pool, or a head size that the named backend cannot do.
+        NotImplementedError: an fp8 pool, or a head size, dtype, block size, device or layout that
+            the named backend cannot do.
+        MissingDependencyError: the named backend needs a package that is not installed.
     """
     check_pools(key_pool, value_pool, (4,))
     num_blocks, block_size, num_kv_heads, head_size = key_pool.shape
@@ -423,7 +450,10 @@ def paged_window_attention(
         out=out,
     )
     check_scales(key_pool.dtype, key_scale=key_scale, value_scale=value_scale)
-    backend = resolve_backend(backend, device, head_size)
+    num_query_rows = num_tokens * (num_heads // num_kv_heads)
+    backend = resolve_backend(
+        backend, device, head_size, key_pool.dtype, block_size, num_query_rows
+    )
     if values_visible(device):
         if query_start_loc is not None:
             check_start_loc_values("query_start_loc", query_start_loc, num_tokens)

@@ -42,7 +42,7 @@ ROWS: dict[str, tuple[set[str], set[str]]] = {
     "pool": (BOTTOM | {"helper"}, {"numpy", "torch"}),
     "helper": (BASE, {"numpy", "torch"}),
     "torch_backend": (BASE, {"numpy", "torch"}),
-    "ops": (BASE | {"torch_backend"}, {"numpy", "torch"}),
+    "ops": (BASE | {"flash_backend", "torch_backend"}, {"numpy", "torch"}),
     "block_ops": (BASE | {"ops"}, {"torch"}),
     "manager": (BASE, {"numpy", "torch", "vllm"}),
     "cache": (BASE | {"manager", "ops"}, {"numpy", "torch"}),
