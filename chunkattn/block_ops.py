@@ -245,7 +245,8 @@ def swap_blocks(
     device = source_key.device if source_key.is_cuda else target_key.device
     storages = {pool.untyped_storage().data_ptr() for pool in (source_key, source_value)} - {0}
     for name, pool in pools.items():
-        if device.type != "cpu" and pool.device.type == "cpu" and not pool.is_pinned():
+        on_host = device.type != "cpu" and pool.device.type == "cpu"
+        if on_host and pool.numel() and not pool.is_pinned():
             raise refuse(name, f"lie in pinned memory to be swapped with {device}", "pageable")
         if name.startswith("target") and pool.untyped_storage().data_ptr() in storages:
             raise refuse(name, "lie in other memory than the source", "a view of the same")

@@ -209,9 +209,9 @@ CALLS = {
         key, value, to, 1.0, backend
     ),
     "swap": lambda key, value, source, to, backend: chunkattn.swap_blocks(
-        *(torch.zeros(pool.shape, dtype=pool.dtype) for pool in (key, value)),
-        key.cpu(),
-        value.cpu(),
+        *(torch.zeros(key.shape, dtype=key.dtype, pin_memory=key.is_cuda) for _ in range(2)),
+        key,
+        value,
         source.cpu(),
         to.cpu(),
         backend,

@@ -462,9 +462,17 @@ def test_a_scale_of_zero_is_not_handed_over(install):
     assert 0 < seen[0] < 1e-20
 
 
-def test_write_runs_on_the_device_s_default(library):
-    """FlashAttention only attends: the same bytes as without the name."""
+def test_write_runs_on_the_device_s_default(library, monkeypatch):
+    """FlashAttention only attends: the same launch, and the same bytes, as without the name."""
     name, _, module = library
+    launches = []
+    scatter = ops.torch_backend.scatter
+
+    def counted(*arguments):
+        launches.append("torch")
+        scatter(*arguments)
+
+    monkeypatch.setattr(ops.torch_backend, "scatter", counted)
     key, value = torch.randn(2, 5, 2, 8)
     pools = [torch.full((3, 4, 2, 8), math.nan) for _ in range(4)]
     slots = torch.tensor([0, 11, -1, 3, 6])
@@ -472,6 +480,7 @@ def test_write_runs_on_the_device_s_default(library):
     chunkattn.scatter_kv(key, value, *pools[2:], slots)
     assert torch.equal(pools[0].view(torch.int32), pools[2].view(torch.int32))
     assert torch.equal(pools[1].view(torch.int32), pools[3].view(torch.int32))
+    assert launches == ["torch", "torch"]
     assert module.calls == []
 
 
@@ -503,6 +512,48 @@ def test_write_attend(library):
     )
     judge(case, out)
     assert module.calls == ["paged"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_session(library):
+    """A rollout of two spans, the second one with action rows, as on the torch backend."""
+    name, block_size, module = library
+
+    def make_cache(
+        backend: str, dtype: torch.dtype = torch.bfloat16, chunk_size: int = 2 * block_size
+    ) -> chunkattn.ARDiffusionKVCache:
+        return chunkattn.ARDiffusionKVCache(
+            chunkattn.ARDiffusionKVConfig(enable=True, chunk_size=chunk_size, window_chunks=3),
+            num_layers=1,
+            num_kv_heads=2,
+            head_size=16,
+            dtype=dtype,
+            block_size=block_size,
+            max_model_len=4096,
+            available_bytes=1 << 24,
+            device=torch.device("cpu"),
+            max_scratch_tokens_per_branch=5,
+            backend=backend,
+        )
+
+    sessions = [make_cache(b).open_session("robot") for b in (name, "torch")]
+    for commit, action_len in ((True, 0), (False, 5)):
+        lens = (2 * block_size, action_len)
+        query = torch.randn(sum(lens), 4, 16, dtype=torch.bfloat16)
+        rows = [torch.randn(2, n, 2, 16, dtype=torch.bfloat16) for n in lens if n]
+        outs = []
+        for session in sessions:
+            with session.forward(
+                branch=0, seq_len=lens[0], commit=commit, action_len=action_len
+            ) as fwd:
+                outs.append(fwd.write_attend(0, query, *(r for pair in rows for r in pair)))
+        torch.testing.assert_close(*outs, rtol=2**-7, atol=2**-8)
+    assert module.calls == ["paged", "paged"]
+    with pytest.raises(NotImplementedError, match="^`dtype` must"):
+        make_cache(name, torch.float32)
+    if name == "fa2":  # plans name parts of blocks where a chunk ends inside one
+        with pytest.raises(NotImplementedError, match="^`block_size` must .*, got 4$"):
+            make_cache(name, chunk_size=12)
 
 
 # -- what is refused ------------------------------------------------------------------------------
@@ -683,6 +734,31 @@ def test_auto(install, monkeypatch):
     flash_backend.load.cache_clear()
     assert ops.resolve_backend("auto", gpu, *shape[:3], 64) == "triton"
     assert ops.resolve_backend("auto", gpu, *shape) == "triton"
+
+
+# -- the real ones --------------------------------------------------------------------------------
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "block_size"), [("fa3", 880), ("fa2", 256)])
+def test_on_a_gpu(name, block_size):
+    """Dead slots hold 0 and not NaN, which FlashAttention-3 would let through."""
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    try:
+        flash_backend.check(name, gpu, 128, torch.bfloat16, block_size)
+    except (NotImplementedError, chunkattn.MissingDependencyError) as reason:
+        pytest.skip(str(reason))
+    case = make_case(
+        seq_lens=[2 * block_size + 25, 0, block_size],
+        query_lens=[300, 3, 200],
+        current_lens=[25, 0, 7],
+        block_size=block_size,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=128,
+        dtype=torch.bfloat16,
+        device="cuda",
+        poison=0.0,
+    )
+    check_attention(case, name)
 
 
 # -- the fakes are like the real ones -------------------------------------------------------------
