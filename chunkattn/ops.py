@@ -138,11 +138,7 @@ def _triton_kernels() -> Kernels:
     return Kernels(scatter, walk, gather, tuning)
 
 
-def _attention_launch(backend: str, block_size: int) -> Callable[..., None]:
-    if backend == "torch":
-        return torch_backend.attend
-    if backend in flash_backend.NAMES:
-        return functools.partial(flash_backend.attend, backend)
+def _attention_kernel(block_size: int) -> Callable[..., None]:
     kernels = _triton_kernels()
     if block_size < kernels.tuning.GATHER_BELOW:
         launch: Callable[..., None] = kernels.gather.gather
@@ -208,7 +204,11 @@ def _attend(
     softmax_scale: float,
     backend: str,
 ) -> None:
-    launch = _attention_launch(backend, key_pool.shape[1])
+    if backend in flash_backend.NAMES:
+        launch: Callable[..., None] = functools.partial(flash_backend.attend, backend)
+    else:
+        block_size = key_pool.shape[1]
+        launch = torch_backend.attend if backend == "torch" else _attention_kernel(block_size)
     launch(
         query,
         key_pool,
