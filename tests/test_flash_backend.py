@@ -5,6 +5,7 @@ check what the real ones check in C++, and attend in float32 over the rows that 
 """
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import math
@@ -514,8 +515,14 @@ def test_write_attend(library):
     assert module.calls == ["paged"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
-def test_session(library):
+@pytest.fixture
+def manager():
+    """Imported before the fakes are there: vLLM's dependencies look for FlashAttention too."""
+    pytest.importorskip("vllm")
+    importlib.import_module("chunkattn.manager")
+
+
+def test_session(manager, library):
     """A rollout of two spans, the second one with action rows, as on the torch backend."""
     name, block_size, module = library
 
