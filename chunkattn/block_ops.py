@@ -211,8 +211,8 @@ def swap_blocks(
     pinned memory from the device, for many blocks that form no runs.
 
     All of it is queued on the device's current stream. The target is valid for later work of that
-    stream; the host, or another stream, must wait for the stream first. Until then nobody else may
-    write the source blocks.
+    stream; the host, or another stream, must wait for the stream first. Until then all pools must
+    live, and nobody else may write the source blocks.
 
     Args:
         source_key: ``(num_blocks, block_size, num_kv_heads, head_size)``, float32, float16,
