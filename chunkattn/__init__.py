@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from chunkattn.block_ops import blend_blocks as blend_blocks
+    from chunkattn.block_ops import clear_blocks as clear_blocks
+    from chunkattn.block_ops import copy_blocks as copy_blocks
+    from chunkattn.block_ops import swap_blocks as swap_blocks
     from chunkattn.cache import ARDiffusionKVCache as ARDiffusionKVCache
     from chunkattn.config import ARDiffusionKVConfig as ARDiffusionKVConfig
     from chunkattn.errors import ChunkAttnError as ChunkAttnError
@@ -30,6 +34,10 @@ if TYPE_CHECKING:
     from chunkattn.window import chunk_window_skipped_tokens as chunk_window_skipped_tokens
 
 _MODULE_OF = {
+    "blend_blocks": "block_ops",
+    "clear_blocks": "block_ops",
+    "copy_blocks": "block_ops",
+    "swap_blocks": "block_ops",
     "ARDiffusionKVConfig": "config",
     "ChunkAttnError": "errors",
     "LifecycleError": "errors",

@@ -55,7 +55,7 @@ class ARDiffusionKVCache:
         num_frame_per_block: chunks of a span.
         max_scratch_tokens_per_branch: action and state tokens of a forward.
         session_capacity: sessions that may be open at a time. Reserves no blocks.
-        backend: ``"auto"``, ``"torch"`` or ``"triton"``, for the sessions.
+        backend: ``"auto"``, ``"torch"``, ``"triton"``, ``"fa3"`` or ``"fa2"``, for the sessions.
 
     Raises:
         ValueError: an argument does not fit, or the memory holds fewer blocks than a rollout needs
@@ -115,9 +115,16 @@ class ARDiffusionKVCache:
         self.num_frame_per_block = num_frame_per_block
         self.session_capacity = session_capacity
         self.window_chunks = window_chunks
+        # Where a chunk is no whole number of blocks, an edge of the window may fall inside a block.
+        # Plans then name parts of blocks: the largest part whose edges are all the edges there are.
+        chunk_size = config.chunk_size
+        whole = chunk_size % block_size == 0
+        self.table_block_size = block_size if whole else math.gcd(block_size, chunk_size)
         self.backend = backend
         if device is not None:
-            self.backend = resolve_backend(backend, self.device, head_size)
+            self.backend = resolve_backend(
+                backend, self.device, head_size, dtype, self.table_block_size
+            )
         elif backend not in BACKENDS:
             raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}")
 
@@ -175,11 +182,6 @@ class ARDiffusionKVCache:
         self._adapters: dict[str, ARDiffusionRequestAdapter] = {}
         self._sessions: dict[str, Session] = {}
 
-        # Where a chunk is no whole number of blocks, an edge of the window may fall inside a block.
-        # Plans then name parts of blocks: the largest part whose edges are all the edges there are.
-        chunk_size = config.chunk_size
-        whole = chunk_size % block_size == 0
-        self.table_block_size = block_size if whole else math.gcd(block_size, chunk_size)
         self._views: list[list[torch.Tensor]] = []
         self._flat_keys: list[torch.Tensor] = []
         self._flat_values: list[torch.Tensor] = []

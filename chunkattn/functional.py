@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from chunkattn import flash_backend
 from chunkattn.checks import (
     INDEX_DTYPES,
     POOL_DTYPES,
@@ -57,7 +58,8 @@ def scatter_kv(
             that it writes there becomes 448, at least ``2**-20``; a call that adds rows to a block
             keeps them. Then the pool must not be flat, and both scales must be of this kind.
         value_scale: as ``key_scale``.
-        backend: ``"auto"``, ``"torch"`` or ``"triton"``.
+        backend: ``"auto"``, ``"torch"`` or ``"triton"``; ``"fa3"`` and ``"fa2"`` write as
+            ``"auto"`` does.
 
     Raises:
         TypeError, ValueError: an argument does not fit, found before anything is written. Slot
@@ -143,7 +145,8 @@ def paged_window_attention(
         out: ``(num_tokens, num_heads, head_size)`` of ``query``'s dtype, written in place; None
             allocates it.
         return_lse: also return the natural log of the softmax denominators.
-        backend: ``"auto"``, ``"torch"`` or ``"triton"``.
+        backend: ``"auto"``, ``"torch"``, ``"triton"``, or, where installed, ``"fa3"`` or
+            ``"fa2"``, which need finite values in the dead slots of visible blocks.
 
     Returns:
         ``out``, or ``(out, lse)`` with ``lse`` ``(num_tokens, num_heads)`` float32. A row that sees
@@ -153,7 +156,9 @@ def paged_window_attention(
         TypeError, ValueError: an argument does not fit. Lengths and block ids are looked at when
             the tensors are on the CPU, or with ``CHUNKATTN_DEBUG=1``; on a GPU that would cost a
             host sync.
-        NotImplementedError: a head size, or an fp8 pool, that the named backend cannot do.
+        NotImplementedError: a head size, dtype, block size, device, layout, segments or a bias that
+            the named backend cannot do.
+        MissingDependencyError: the named backend needs a package that is not installed.
     """
     check_pools(key_pool, value_pool, (4,))
     num_blocks, block_size, num_kv_heads, head_size = key_pool.shape
@@ -228,7 +233,19 @@ def paged_window_attention(
         check_segment_blocks(segment_blocks, query, num_seqs)
     if block_bias is not None:
         block_bias = check_block_bias(block_bias, key_pool)
-    backend = resolve_backend(backend, key_pool.device, head_size, key_pool.dtype)
+    plain = segment_blocks is None and block_bias is None
+    if backend in flash_backend.NAMES and not plain:
+        name = "block_bias" if segment_blocks is None else "segment_blocks"
+        raise NotImplementedError(f"`{name}` must be None for backend {backend!r}")
+    num_query_rows = num_tokens * (num_heads // num_kv_heads)
+    backend = resolve_backend(
+        backend,
+        device,
+        head_size,
+        key_pool.dtype,
+        block_size,
+        num_query_rows if plain else None,
+    )
     if values_visible(device):
         if query_start_loc is not None:
             check_start_loc_values("query_start_loc", query_start_loc, num_tokens)

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from chunkattn import torch_backend
+from chunkattn import flash_backend, torch_backend
 from chunkattn.errors import MissingDependencyError
 from chunkattn.kernels.arguments import AttentionArguments, ScatterArguments
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "triton", *flash_backend.NAMES)
 _MAX_TRITON_HEAD_SIZE = 256
 
 _library = torch.library.Library("chunkattn", "DEF")
@@ -43,26 +43,40 @@ _library.define(
 # ----------------------------------------------------------------------------------------------
 # backends
 def resolve_backend(
-    backend: str, device: torch.device, head_size: int, dtype: torch.dtype = torch.bfloat16
+    backend: str,
+    device: torch.device,
+    head_size: int,
+    dtype: torch.dtype | None = None,
+    block_size: int | None = None,
+    num_query_rows: int | None = None,
 ) -> str:
-    """Name of the backend that will run: ``"torch"`` or ``"triton"``.
+    """Name of the backend that will run: ``"torch"``, ``"triton"``, ``"fa3"`` or ``"fa2"``.
 
     Args:
-        backend: ``"auto"`` is triton on a GPU and torch on the CPU. A backend asked for by name
-            never falls back.
+        backend: ``"auto"`` is torch on the CPU and, on a GPU, triton or what
+            `flash_backend.MEASURED` shows to be faster. A backend asked for by name never falls
+            back.
         device: where the pools lie.
         head_size: elements of one head.
-        dtype: of the pools.
+        dtype: of the pools; None for a write.
+        block_size: tokens of one block; None for a write.
+        num_query_rows: query rows of all query heads of a K/V head; None where not yet known.
 
     Raises:
         ValueError: an unknown name, or a device that the named backend cannot run on.
-        NotImplementedError: a head size, or an fp8 pool, that the named backend cannot do.
-        MissingDependencyError: Triton was asked for by name and is not installed.
+        NotImplementedError: a head size, a dtype or a block size that the named backend cannot do.
+        MissingDependencyError: the named backend needs a package that is not installed.
     """
     if backend not in BACKENDS:
         raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "auto":
         backend = _default_backend(device.type)
+        if backend == "triton" and dtype and block_size and num_query_rows:
+            backend = flash_backend.auto_backend(
+                device, head_size, dtype, block_size, num_query_rows
+            )
+    if backend in flash_backend.NAMES:
+        flash_backend.check(backend, device, head_size, dtype, block_size)
     if backend == "triton":
         if device.type == "cpu" and not _triton_kernels().walk.is_interpreted():
             raise ValueError(
@@ -74,9 +88,9 @@ def resolve_backend(
                 f"`head_size` must be at most {_MAX_TRITON_HEAD_SIZE} for backend 'triton', "
                 f"got {head_size}"
             )
-        if dtype == torch.float8_e4m3fn and device.type == "cuda":
+        if dtype == torch.float8_e4m3fn and device.type == "cuda" and not torch.version.hip:
             capability = torch.cuda.get_device_capability(device)
-            if not torch.version.hip and capability < (8, 9):
+            if capability < (8, 9):
                 raise NotImplementedError(
                     "`key_pool` must be float32, float16 or bfloat16 for backend 'triton' below "
                     f"compute capability 8.9, got {dtype} on {capability}"
@@ -159,6 +173,8 @@ def _scatter_kv(
 
 
 def _scatter(rows: ScatterArguments, backend: str) -> None:
+    if backend in flash_backend.NAMES:  # these only attend
+        backend = _default_backend(rows.key_pool.device.type)
     launch = torch_backend.scatter if backend == "torch" else _triton_kernels().scatter.scatter
     launch(rows)
 
@@ -175,10 +191,12 @@ def _paged_window_attention(*arguments: Any) -> None:
 
 
 def _attend(inputs: AttentionArguments, backend: str) -> None:
-    launch = torch_backend.attend
-    if backend == "triton":
-        launch = _attention_kernel(inputs.key_pool.shape[1])
-    launch(inputs)
+    if backend in flash_backend.NAMES:
+        flash_backend.attend(backend, inputs)
+    elif backend == "torch":
+        torch_backend.attend(inputs)
+    else:
+        _attention_kernel(inputs.key_pool.shape[1])(inputs)
 
 
 @torch.library.impl(_library, "write_attend", "CompositeExplicitAutograd")

@@ -103,7 +103,11 @@ def test_method_arguments(method, arguments):
         ({}, {"cross_attn_img_length": -1}, "`cross_attn_img_length` must be at least 0, got -1"),
         ({}, {"max_scratch_tokens_per_branch": -1}, "`max_scratch_tokens_per_branch` must be at"),
         ({}, {"session_capacity": 0}, "`session_capacity` must be at least 1, got 0"),
-        ({}, {"backend": "cuda"}, "`backend` must be one of auto, torch, triton, got 'cuda'"),
+        (
+            {},
+            {"backend": "cuda"},
+            "`backend` must be one of auto, torch, triton, fa3, fa2, got 'cuda'",
+        ),
     ],
 )
 @pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["books", "cpu"])

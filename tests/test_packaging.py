@@ -41,20 +41,27 @@ ROWS: dict[str, tuple[set[str], set[str]]] = {
     "window": (set(), set()),
     "pool": (BOTTOM | {"helper"}, {"numpy", "torch"}),
     "helper": (BASE, {"numpy", "torch"}),
-    "torch_backend": (BASE, {"numpy", "torch"}),
-    "ops": (BASE | {"torch_backend"}, {"numpy", "torch"}),
+    "torch_backend": (BASE | {"arguments"}, {"numpy", "torch"}),
+    "flash_backend": (BASE | {"arguments"}, {"torch"}),
+    "ops": (BASE | {"arguments", "flash_backend", "torch_backend"}, {"numpy", "torch"}),
+    "functional": (BASE | {"flash_backend", "ops"}, {"torch"}),
+    "block_ops": (BASE | {"ops"}, {"torch"}),
     "manager": (BASE, {"numpy", "torch", "vllm"}),
     "cache": (BASE | {"manager", "ops"}, {"numpy", "torch"}),
     "session": (BASE | {"cache", "manager", "ops"}, {"numpy", "torch"}),
-    "testing": (BASE | {"cache", "manager", "ops", "session", "torch_backend"}, {"numpy", "torch"}),
-    "__init__": (BASE | {"cache", "manager", "ops", "session", "torch_backend"}, {"torch"}),
+    "testing": (BASE | {"functional"}, {"numpy", "torch"}),
+    "__init__": (
+        BASE | {"block_ops", "cache", "functional", "manager", "session"},
+        {"torch"},
+    ),
 }
 # What a file may import besides, inside a function: `import chunkattn` needs no Triton, and a
 # cache opens sessions, which need a cache.
 LAZY = {
     "ops": {"kernels"},
+    "block_ops": {"kernels"},
     "testing": {"kernels"},
-    "pool": {"ops"},
+    "pool": {"functional"},
     "cache": {"session"},
 }
 
@@ -104,7 +111,9 @@ def layering_faults(name: str, source: str) -> list[str]:
             allowed = top in external or top in sys.stdlib_module_names
         else:
             target = rest.partition(".")[0]
-            if target not in {*ROWS, *FREE, "kernels"}:
+            if rest.startswith("kernels.arguments."):
+                target = "arguments"  # names of tensors, without Triton
+            if target not in {*ROWS, *FREE, "arguments", "kernels"}:
                 # What is no file is a value of the package itself.
                 target = "helper" if (CORE / f"{target}.py").exists() else "__init__"
             allowed = target in internal or (lazy and target in LAZY.get(row, ()))
