@@ -43,6 +43,7 @@ ROWS: dict[str, tuple[set[str], set[str]]] = {
     "helper": (BASE, {"numpy", "torch"}),
     "torch_backend": (BASE, {"numpy", "torch"}),
     "ops": (BASE | {"torch_backend"}, {"numpy", "torch"}),
+    "fused": (BASE | {"ops", "torch_backend"}, {"numpy", "torch"}),
     "manager": (BASE, {"numpy", "torch", "vllm"}),
     "cache": (BASE | {"manager", "ops"}, {"numpy", "torch"}),
     "session": (BASE | {"cache", "manager", "ops"}, {"numpy", "torch"}),
@@ -53,6 +54,7 @@ ROWS: dict[str, tuple[set[str], set[str]]] = {
 # cache opens sessions, which need a cache.
 LAZY = {
     "ops": {"kernels"},
+    "fused": {"kernels"},
     "testing": {"kernels"},
     "pool": {"ops"},
     "cache": {"session"},
