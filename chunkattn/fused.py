@@ -346,7 +346,7 @@ def _check_pools(key_pool: torch.Tensor, value_pool: torch.Tensor) -> None:
 
 
 def _check_dense(name: str, tensor: torch.Tensor) -> None:
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel():
         raise refuse(name, "have stride 1 in its last dimension", f"strides {tensor.stride()}")
 
 
