@@ -205,43 +205,42 @@ def _fused_kernel(
         query.to(query_ptr.dtype.element_ty),
         mask=mask,
     )
-    mask_slot = kv_mask & (slot >= 0)
-    # [BLOCK_KV_H, 1]
-    mask_scale = (kv_head < NUM_KV_HEADS) & (slot >= 0)
-    tl.store(
-        key_pool_ptr
-        + block * stride_key_block
-        + offset * stride_key_slot
-        + kv_head * stride_key_pool_head
-        + offs_d,
-        _to_pool(
-            key.to(key_ptr.dtype.element_ty),
-            key_pool_ptr.dtype.element_ty,
-            key_scale,
-            key_scales_ptr,
-            block * stride_key_scales_block + kv_head * stride_key_scales_head,
-            mask_scale,
-            HAS_KEY_SCALES,
-        ),
-        mask=mask_slot,
-    )
-    tl.store(
-        value_pool_ptr
-        + block * stride_value_block
-        + offset * stride_value_slot
-        + kv_head * stride_value_pool_head
-        + offs_d,
-        _to_pool(
-            value,
-            value_pool_ptr.dtype.element_ty,
-            value_scale,
-            value_scales_ptr,
-            block * stride_value_scales_block + kv_head * stride_value_scales_head,
-            mask_scale,
-            HAS_VALUE_SCALES,
-        ),
-        mask=mask_slot,
-    )
+    if slot >= 0:
+        mask_scale = kv_head < NUM_KV_HEADS  # [BLOCK_KV_H, 1]
+        tl.store(
+            key_pool_ptr
+            + block * stride_key_block
+            + offset * stride_key_slot
+            + kv_head * stride_key_pool_head
+            + offs_d,
+            _to_pool(
+                key.to(key_ptr.dtype.element_ty),
+                key_pool_ptr.dtype.element_ty,
+                key_scale,
+                key_scales_ptr,
+                block * stride_key_scales_block + kv_head * stride_key_scales_head,
+                mask_scale,
+                HAS_KEY_SCALES,
+            ),
+            mask=kv_mask,
+        )
+        tl.store(
+            value_pool_ptr
+            + block * stride_value_block
+            + offset * stride_value_slot
+            + kv_head * stride_value_pool_head
+            + offs_d,
+            _to_pool(
+                value,
+                value_pool_ptr.dtype.element_ty,
+                value_scale,
+                value_scales_ptr,
+                block * stride_value_scales_block + kv_head * stride_value_scales_head,
+                mask_scale,
+                HAS_VALUE_SCALES,
+            ),
+            mask=kv_mask,
+        )
 
 
 def fused(

@@ -87,4 +87,4 @@ def fused_tile(num_heads: int, head_size: int) -> tuple[int, int, int]:
     One program holds a whole row; 32 elements a thread of each of Q, K and V stay in registers.
     """
     block_h, block_d = next_power_of_2(num_heads), max(16, next_power_of_2(head_size))
-    return block_h, block_d, min(8, max(1, block_h * block_d // 1024))
+    return block_h, block_d, min(16, max(1, block_h * block_d // 1024))

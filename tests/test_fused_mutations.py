@@ -72,7 +72,7 @@ FAULTS = {
         "(kv_head < NUM_KV_HEADS) & (offs_d < HEAD_SIZE)",
         "(kv_head < NUM_KV_HEADS) & (offs_d <= HEAD_SIZE)",
     ),
-    "slots below 0 written": ("kv_mask & (slot >= 0)", "kv_mask"),
+    "slots below 0 written": ("if slot >= 0:", "if slot >= -9:"),
     "first slot of each block": ("offset * stride_value_slot", "0 * stride_value_slot"),
     "first block": ("+ block * stride_key_block", "+ 0 * stride_key_block"),
     "heads mixed up": (
@@ -80,8 +80,8 @@ FAULTS = {
         "(NUM_KV_HEADS - 1 - kv_head) * stride_value_pool_head",
     ),
     "K to V": (
-        "            value,\n            value_pool_ptr.dtype",
-        "            key.to(key_ptr.dtype.element_ty),\n            value_pool_ptr.dtype",
+        "                value,\n                value_pool_ptr.dtype",
+        "                key.to(key_ptr.dtype.element_ty),\n                value_pool_ptr.dtype",
     ),
     "not saturated": (
         "x = tl.where(x > FP8_MAX, FP8_MAX, tl",
@@ -90,10 +90,10 @@ FAULTS = {
     "scale the wrong way": (".to(tl.float32) / scale", ".to(tl.float32) * scale"),
     "scale of the first head": ("+ kv_head * stride_key_scales_head", "+ 0 * kv_head"),
     "scale of the first block": ("block * stride_value_scales_block", "0"),
-    "scales of K for V": ("            value_scale,\n", "            key_scale,\n"),
+    "scales of K for V": ("                value_scale,\n", "                key_scale,\n"),
     "K not rounded to its dtype": (
-        "            key.to(key_ptr.dtype.element_ty),\n            key_pool",
-        "            key,\n            key_pool",
+        "                key.to(key_ptr.dtype.element_ty),\n                key_pool",
+        "                key,\n                key_pool",
     ),
 }
 

@@ -4,7 +4,6 @@ import importlib.util
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,7 +19,8 @@ EPS = 0.05  # large enough to be seen
 def e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mend casts to e4m3, for modules that import it: Triton's interpreter loses carries and NaN.
 
-    As IEEE rounding does, and on no GPU that tests run on, it makes NaN of what is too large.
+    What is too large becomes NaN, as in the format's own rules; a kernel that needs the hardware
+    to saturate is wrong on other hardware.
     """
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return
@@ -75,9 +75,10 @@ def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
         torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
         return
     assert not got.float().isnan().any()
-    off = (steps(got) - steps(want)).abs().cpu()
-    assert np.quantile(off, 0.999) <= 1, f"{(off > 1).sum()} of {off.numel()} elements are off"
-    assert (off == 0).float().mean() > 0.99, f"{(off > 0).sum()} of {off.numel()} are off a step"
+    off = (steps(got) - steps(want)).abs()
+    for least, one_in in ((2, 1000), (1, 100)):
+        count = (off >= least).sum()
+        assert count <= off.numel() / one_in, f"{count} of {off.numel()} are {least} or more off"
 
 
 def quantised(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
@@ -98,7 +99,7 @@ def make_inputs(
     padded: bool = False,
     index_dtype: torch.dtype = torch.int64,
 ) -> SimpleNamespace:
-    """Arguments by name, the complex angles, and the buffers of the pools, all but 0 poisoned."""
+    """Arguments by name, the complex angles, and the poisoned buffers of the pools."""
     kv_heads, num_tokens = kv_heads or heads, len(slots)
     rows = {}
     for name, count in (("query", heads), ("key", kv_heads), ("value", kv_heads)):
@@ -149,29 +150,24 @@ def check(inputs: SimpleNamespace, backend: str, **options) -> None:
     assert whole.isnan().all(), "something was written beside `query_out`"
 
     slots = arguments["slot_mapping"]
-    for name, rows in (("key", want_key), ("value", value)):
-        pool, scale = arguments[f"{name}_pool"], arguments.get(f"{name}_scale")
-        for token, slot in enumerate(slots.tolist()):
-            if slot < 0:
-                continue
-            block, offset = divmod(slot, pool.shape[1])
-            row = rows[token]
-            if pool.dtype == FP8:
-                factor = scale[block, :, None] if isinstance(scale, torch.Tensor) else scale or 1.0
-                assert_near(pool[block, offset], quantised(row, factor))
-            elif name == "value":
-                assert torch.equal(pool[block, offset], row.to(pool.dtype))
-            else:
-                assert_near(pool[block, offset], row.to(pool.dtype))
-    # What was written is zero now on both sides; the rest must be as it was.
-    for name in ("key", "value"):
-        pool = arguments[f"{name}_pool"]
-        buffer = 0 if len(inputs.buffers) == 1 or name == "key" else 1
-        for bytes_of in (inputs.buffers[buffer].view(torch.uint8), before[buffer]):
-            view = bytes_of.view(pool.dtype).as_strided(
-                pool.shape, pool.stride(), pool.storage_offset()
-            )
-            for slot in slots[slots >= 0].tolist():
-                view.view(torch.uint8)[divmod(slot, pool.shape[1])] = 0
+    written = slots >= 0
+    for i, rows in enumerate((want_key, value)):
+        name = ("key", "value")[i]
+        pool, scale = arguments[f"{name}_pool"], arguments.get(f"{name}_scale", 1.0)
+        at = (slots[written] // pool.shape[1], slots[written] % pool.shape[1])
+        bits = torch.uint8 if pool.dtype == FP8 else pool.dtype  # torch indexes no fp8
+        stored = pool.view(bits)[at].view(pool.dtype)
+        if pool.dtype == FP8:
+            factor = scale[at[0], :, None] if isinstance(scale, torch.Tensor) else scale
+            assert_near(stored, quantised(rows[written], factor))
+        elif name == "value":
+            assert torch.equal(stored, rows[written].to(pool.dtype))
+        else:
+            assert_near(stored, rows[written].to(pool.dtype))
+        # What was written is zero now on both sides; the rest must be as it was.
+        buffer = i % len(inputs.buffers)
+        for whole in (inputs.buffers[buffer].view(torch.uint8), before[buffer]):
+            view = whole.view(bits).as_strided(pool.shape, pool.stride(), pool.storage_offset())
+            view[at] = 0
     for buffer, old in zip(inputs.buffers, before, strict=True):
         assert torch.equal(buffer.view(torch.uint8), old), "something else in the pools changed"
