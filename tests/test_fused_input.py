@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import chunkattn
+import chunkattn.fused
 from chunkattn.testing import snapshot
 from tests.helpers.fused import EPS, FP8, check, make_inputs
 
@@ -148,7 +149,9 @@ def test_opcheck(pool_dtype):
     inputs = make_inputs(dtype=torch.float32, pool_dtype=pool_dtype).arguments
     del inputs["eps"]
     query, key, value, *tables, key_pool, value_pool, slots = inputs.values()
-    checks = ("test_faketensor",) if pool_dtype == FP8 else ("test_schema", "test_faketensor")
+    checks = ["test_faketensor"]
+    if pool_dtype != FP8:
+        checks += ["test_schema", "test_aot_dispatch_dynamic"]
     some = chunkattn.qk_sum_squares(query, key), torch.ones(4, 3)
     for sums, scales in (some, (None, None)):
         torch.library.opcheck(
@@ -169,3 +172,19 @@ def test_gradients_are_not_tracked(target):
     out = chunkattn.norm_rope_scatter(**inputs.arguments, backend=target.backend)
     assert not out.requires_grad
     assert not inputs.arguments["key_pool"].requires_grad
+
+
+def test_compiled(monkeypatch):
+    """In one graph, where slot values cannot be looked at; the pools change as they do without."""
+    monkeypatch.setattr(chunkattn.fused, "values_visible", lambda _: False)
+    arguments = make_inputs(dtype=torch.float32).arguments
+
+    def layer(arguments: dict) -> torch.Tensor:
+        return 2 * chunkattn.norm_rope_scatter(**arguments, backend="torch")
+
+    results = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        pools = [arguments[name].fill_(math.nan) for name in ("key_pool", "value_pool")]
+        results.append((function(arguments), *(pool.nan_to_num() for pool in pools)))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
