@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from chunkattn.errors import StaleContextError as StaleContextError
     from chunkattn.functional import paged_window_attention as paged_window_attention
     from chunkattn.functional import scatter_kv as scatter_kv
+    from chunkattn.fused import norm_rope_scatter as norm_rope_scatter
+    from chunkattn.fused import qk_sum_squares as qk_sum_squares
+    from chunkattn.fused import rope_tables as rope_tables
     from chunkattn.manager import ARDiffusionRequestAdapter as ARDiffusionRequestAdapter
     from chunkattn.manager import ChunkWindowManager as ChunkWindowManager
     from chunkattn.manager import ChunkWindowSpec as ChunkWindowSpec
@@ -45,6 +48,9 @@ _MODULE_OF = {
     "PoolExhaustedError": "errors",
     "StaleContextError": "errors",
     "ARDiffusionKVCache": "cache",
+    "norm_rope_scatter": "fused",
+    "qk_sum_squares": "fused",
+    "rope_tables": "fused",
     "ARDiffusionRequestAdapter": "manager",
     "ChunkWindowManager": "manager",
     "ChunkWindowSpec": "manager",

@@ -161,6 +161,52 @@ def compile_scatter(arch: str, block_size: int, num_kv_heads: int, head_size: in
     return Row("scatter", arch, *sizes, *_resources(compiled), [], 0.0)
 
 
+def compile_fused(arch: str, block_size: int, num_heads: int, head_size: int) -> Row:
+    """Compile `norm_rope_scatter` of bfloat16 rows, with all of its parts; errors as
+    `compile_walk`.
+    """
+    from chunkattn.kernels.tuning import fused_tile
+
+    compiled = fused_code(arch, block_size, num_heads, head_size)
+    block_h, block_d, num_warps = fused_tile(num_heads, head_size)
+    sizes = (block_size, head_size, "bfloat16", block_h, block_d, num_warps, 1)
+    return Row("fused", arch, *sizes, *_resources(compiled), [], 0.0)
+
+
+def fused_code(
+    arch: str, block_size: int, num_heads: int, head_size: int, *, fp8: bool = False
+) -> Any:
+    """What Triton compiles for `compile_fused`, or for pools of fp8 with tables of scales."""
+    from chunkattn.kernels.fused import _fused_kernel
+    from chunkattn.kernels.tuning import fused_tile, next_power_of_2
+
+    block_h, block_d, num_warps = fused_tile(num_heads, head_size)
+    constants: dict[str, Any] = {
+        "BLOCK_SIZE": block_size,
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_heads,
+        "HEAD_SIZE": head_size,
+        "BLOCK_H": block_h,
+        "BLOCK_KV_H": next_power_of_2(num_heads),
+        "BLOCK_D": block_d,
+        "HAS_QUERY_NORM": True,
+        "HAS_KEY_NORM": True,
+        "HAS_SUM_SQUARES": False,
+        "ROTATE_QUERY": True,
+        "ROTATE_KEY": True,
+        "HAS_KEY_SCALES": fp8,
+        "HAS_VALUE_SCALES": fp8,
+        "sum_squares_ptr": None,
+    }
+    if not fp8:
+        constants |= dict.fromkeys(("key_scales_ptr", "value_scales_ptr"))
+    types = dict.fromkeys(("cos_ptr", "sin_ptr", "key_scales_ptr", "value_scales_ptr"), "*fp32")
+    types |= dict.fromkeys(("eps", "key_scale", "value_scale"), "fp32")
+    if fp8:
+        types |= dict.fromkeys(("key_pool_ptr", "value_pool_ptr"), "*fp8e4nv")
+    return _compile(_fused_kernel, constants, arch, num_warps, 1, types)
+
+
 def jobs(archs: Sequence[str], presets: Sequence[str]) -> list[Callable[[], Row]]:
     """One job for each kernel, target and preset; a job compiles when it is called."""
     found: list[Callable[[], Row]] = []
@@ -173,6 +219,7 @@ def jobs(archs: Sequence[str], presets: Sequence[str]) -> list[Callable[[], Row]
                 job = functools.partial(compile_walk, arch, block, size, rows)
                 found.append(functools.partial(job, descriptors=descriptors))
             found.append(functools.partial(compile_scatter, arch, block, preset.kv_heads, size))
+            found.append(functools.partial(compile_fused, arch, block, preset.heads, size))
         for wide in (False, True):
             found.append(functools.partial(compile_gather, arch, 16, size, rows, wide=wide))
     return found

@@ -1,5 +1,5 @@
-"""Eager oracle: attention over a block table, row by row as the definition says, in the dtype it is
-asked for.
+"""Eager oracles: attention over a block table, row by row, and norm and rotation of Q and K, as the
+definitions say, in the dtype they are asked for.
 """
 
 from typing import NamedTuple
@@ -145,3 +145,33 @@ def paged_window_attention(
         outs.append((p @ value).transpose(0, 1))
         lses.append(lse.T)
     return torch.cat(outs), torch.cat(lses)
+
+
+def norm_rope(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    *,
+    eps: float,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """RMSNorm over all heads of a token, then rotation of the pairs ``(2i, 2i + 1)``.
+
+    Args:
+        x: ``(num_tokens, num_heads, head_size)``.
+        weight: ``(num_heads * head_size,)``; None leaves the norm out.
+        cos: ``(num_tokens, head_size // 2)``; None leaves the rotation out.
+        sin: as ``cos``.
+        eps: added to the mean of the squares.
+        dtype: of the computation and of the result, without a rounding between.
+    """
+    x = x.to(dtype)
+    if weight is not None:
+        mean = x.pow(2).mean((1, 2), keepdim=True)
+        x = x * torch.rsqrt(mean + eps) * weight.to(dtype).view(x.shape[1:])
+    if cos is not None and sin is not None:
+        angle = torch.complex(cos.to(dtype), sin.to(dtype)).unsqueeze(1)
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        x = torch.view_as_real(pairs * angle).flatten(-2)
+    return x

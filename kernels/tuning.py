@@ -106,3 +106,12 @@ def scatter_tile(num_columns: int) -> tuple[int, int]:
     """
     block_c = min(1024, next_power_of_2(num_columns))
     return max(1, 4096 // block_c), block_c
+
+
+def fused_tile(num_heads: int, head_size: int) -> tuple[int, int, int]:
+    """Heads and elements of a head, both padded, and warps of one program of `fused`.
+
+    One program holds a whole row; 32 elements a thread of each of Q, K and V stay in registers.
+    """
+    block_h, block_d = next_power_of_2(num_heads), max(16, next_power_of_2(head_size))
+    return block_h, block_d, min(16, max(1, block_h * block_d // 1024))

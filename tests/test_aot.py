@@ -167,7 +167,7 @@ def test_json_of_the_command():
     """Keys and types of the rows, as other programs read them."""
     text = run("-m", "chunkattn", "aot", "--arch", "sm_90", "--preset", "dreamzero_14b", "--json")
     rows = json.loads(text)
-    kernels = ["gather", "gather64", "scatter", "walk", "walk_pointers"]
+    kernels = ["fused", "gather", "gather64", "scatter", "walk", "walk_pointers"]
     assert sorted(row["kernel"] for row in rows) == kernels
     for row in rows:
         assert {key: type(value) for key, value in row.items()} == ROW

@@ -46,12 +46,13 @@ ROWS: dict[str, tuple[set[str], set[str]]] = {
     "ops": (BASE | {"arguments", "flash_backend", "torch_backend"}, {"numpy", "torch"}),
     "functional": (BASE | {"flash_backend", "ops"}, {"torch"}),
     "block_ops": (BASE | {"ops"}, {"torch"}),
+    "fused": (BASE | {"arguments", "ops", "torch_backend"}, {"numpy", "torch"}),
     "manager": (BASE, {"numpy", "torch", "vllm"}),
     "cache": (BASE | {"manager", "ops"}, {"numpy", "torch"}),
     "session": (BASE | {"cache", "manager", "ops"}, {"numpy", "torch"}),
     "testing": (BASE | {"functional"}, {"numpy", "torch"}),
     "__init__": (
-        BASE | {"block_ops", "cache", "functional", "manager", "session"},
+        BASE | {"block_ops", "cache", "functional", "fused", "manager", "session"},
         {"torch"},
     ),
 }
@@ -60,6 +61,7 @@ ROWS: dict[str, tuple[set[str], set[str]]] = {
 LAZY = {
     "ops": {"kernels"},
     "block_ops": {"kernels"},
+    "fused": {"kernels"},
     "testing": {"kernels"},
     "pool": {"functional"},
     "cache": {"session"},

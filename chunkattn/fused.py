@@ -1,0 +1,365 @@
+"""What a layer does to Q, K and V before it attends, as one operation: RMSNorm over all heads of Q
+and K, rotary embedding, and the write of K and V into the pool.
+"""
+
+import functools
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from chunkattn import torch_backend
+from chunkattn.checks import (
+    INDEX_DTYPES,
+    POOL_DTYPES,
+    check_device,
+    check_key_value,
+    check_pools,
+    check_shape,
+    check_slots,
+    check_tensor,
+    check_writable,
+    refuse,
+    values_visible,
+)
+from chunkattn.errors import MissingDependencyError
+from chunkattn.kernels.arguments import ScatterArguments
+from chunkattn.ops import resolve_backend
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+
+_library = torch.library.Library("chunkattn", "FRAGMENT")
+_library.define(
+    "norm_rope_scatter(Tensor query, Tensor key, Tensor value, Tensor? query_weight, "
+    "Tensor? key_weight, Tensor? cos, Tensor? sin, Tensor? sum_squares, Tensor(a!) query_out, "
+    "Tensor(b!) key_pool, Tensor(c!) value_pool, Tensor slot_mapping, Tensor? key_scales, "
+    "Tensor? value_scales, float eps, int tp_size, float key_scale, float value_scale, "
+    "bool rotate_key, str backend) -> ()"
+)
+
+
+# -- backends --------------------------------------------------------------------------------------
+@functools.cache
+def _triton_launch() -> Callable[..., None]:
+    try:
+        from chunkattn.kernels.fused import fused
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"backend 'triton' needs Triton: pip install triton, or use backend='torch' ({error})"
+        ) from error
+    launch: Callable[..., None] = fused
+    return launch
+
+
+@torch.library.impl(_library, "norm_rope_scatter", "CompositeExplicitAutograd")
+def _norm_rope_scatter(*arguments: Any) -> None:
+    launch = _torch_launch if arguments[-1] == "torch" else _triton_launch()
+    launch(*arguments[:-1])
+
+
+torch.library.register_fake("chunkattn::norm_rope_scatter", lambda *_: None, lib=_library)
+
+
+@torch.no_grad()
+def _torch_launch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_weight: torch.Tensor | None,
+    key_weight: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    sum_squares: torch.Tensor | None,
+    query_out: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+    eps: float,
+    tp_size: int,
+    key_scale: float,
+    value_scale: float,
+    rotate_key: bool,
+) -> None:
+    """`chunkattn.kernels.fused.fused` in torch."""
+    if sum_squares is None:
+        sum_squares = qk_sum_squares(query, key)
+    new_query = _norm(query, query_weight, sum_squares[:, 0], eps, tp_size)
+    new_key = _norm(key, key_weight, sum_squares[:, 1], eps, tp_size)
+    if cos is not None and sin is not None:
+        new_query = _rotate(new_query, cos, sin)
+        new_key = _rotate(new_key, cos, sin) if rotate_key else new_key
+    query_out.copy_(new_query)
+    key = new_key.to(key.dtype)
+    if key_pool.dtype == FP8:
+        blocks = slot_mapping.clamp(min=0) // key_pool.shape[1]
+        key = _quantise(key, key_scale if key_scales is None else key_scales[blocks, :, None])
+        value = _quantise(
+            value, value_scale if value_scales is None else value_scales[blocks, :, None]
+        )
+        # Bytes, because torch indexes no tensor of fp8.
+        key_pool, value_pool = key_pool.view(torch.uint8), value_pool.view(torch.uint8)
+    rows = ScatterArguments(
+        key,
+        value,
+        key_extra=None,
+        value_extra=None,
+        key_pool=key_pool,
+        value_pool=value_pool,
+        slot_mapping=slot_mapping,
+        key_scale=None,
+        value_scale=None,
+    )
+    torch_backend.scatter(rows)
+
+
+def _norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    sum_squares: torch.Tensor,
+    eps: float,
+    tp_size: int,
+) -> torch.Tensor:
+    if weight is None:
+        return x
+    inverse = torch.rsqrt(sum_squares / (tp_size * weight.numel()) + eps)
+    return (x * inverse[:, None, None]).to(x.dtype) * weight.view(x.shape[1:])
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+
+def _quantise(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+    """The bytes of ``x / scale`` in e4m3."""
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
+
+
+# -- public functions ------------------------------------------------------------------------------
+def norm_rope_scatter(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_weight: torch.Tensor | None,
+    key_weight: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    sum_squares: torch.Tensor | None = None,
+    tp_size: int | None = None,
+    rotate_key: bool = True,
+    key_scale: torch.Tensor | float | None = None,
+    value_scale: torch.Tensor | float | None = None,
+    query_out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Normalise and rotate Q and K, write K and V into their slots in place, and return Q.
+
+    A token's norm is that of an RMSNorm over all of its heads. It is rounded to the rows' dtype
+    before it is multiplied by the weight and again after that (not where the weight has another
+    dtype; torch's promotion then gives float32). The pairs ``(2i, 2i + 1)`` of each head are turned
+    in float32. Not differentiable.
+
+    Args:
+        query: ``(num_tokens, num_heads, head_size)``, float32, float16 or bfloat16. Any stride but
+            the last, which is 1: views of one QKV projection need no copy.
+        key: ``(num_tokens, num_kv_heads, head_size)``, of ``query``'s dtype.
+        value: as ``key``.
+        query_weight: ``(num_heads * head_size,)``, a floating dtype, without gaps; None leaves
+            ``query`` as it is.
+        key_weight: ``(num_kv_heads * head_size,)``, as ``query_weight``.
+        cos: ``(num_tokens, head_size // 2)`` float32: row ``t`` is of the angles of token ``t``,
+            whichever table it comes from; see `rope_tables`. None rotates nothing.
+        sin: as ``cos``.
+        key_pool: ``(num_blocks, block_size, num_kv_heads, head_size)``; may be a strided view.
+            Changed in place at the mapped slots, nowhere else. K and V are rounded to their own
+            dtype first, so that the bytes are those of separate modules and `scatter_kv`. In
+            float8_e4m3fn the pool gets ``x / scale``, clamped to what e4m3 holds, +-448 (infinities
+            too); NaN stays NaN.
+        value_pool: as ``key_pool``.
+        slot_mapping: ``(num_tokens,)`` int32 or int64; ``slot = block_id * block_size + offset``. A
+            slot below 0 writes no K and V; the row of Q is made all the same.
+        eps: added to the mean of the squares.
+        sum_squares: ``(num_tokens, 2)`` float32, the sums of `qk_sum_squares` added up over the
+            ranks of a tensor-parallel group, each of which has its share of the heads. None: all
+            heads are here.
+        tp_size: ranks that ``sum_squares`` is of; given together with it.
+        rotate_key: False writes K as it is after the norm, for models that rotate by the place in
+            the window.
+        key_scale: of an fp8 pool only: a number, or ``(num_blocks, num_kv_heads)`` float32, read at
+            the blocks that are written. None is 1.
+        value_scale: as ``key_scale``.
+        query_out: ``query``'s shape and dtype, written in place; must not overlap an input. None
+            allocates it.
+        backend: ``"auto"``, ``"torch"`` or ``"triton"``.
+
+    Returns:
+        ``query_out``.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, found before anything is written. Slot
+            values are looked at when the tensors are on the CPU, or with ``CHUNKATTN_DEBUG=1``.
+        NotImplementedError: a head size that the named backend cannot do, another fp8 format than
+            e4m3, or Triton and fp8 on a GPU below compute capability 8.9.
+    """
+    check_pools(key_pool, value_pool, (4,))
+    num_blocks, block_size, num_kv_heads, head_size = key_pool.shape
+    device = key_pool.device
+    check_tensor("query", query, (3,), POOL_DTYPES)
+    num_tokens, num_heads, _ = query.shape
+    check_shape(
+        "query", query, (num_tokens, num_heads, head_size), "the last is the pool's head size"
+    )
+    if num_heads == 0 or num_heads % num_kv_heads:
+        raise refuse(
+            "query", f"have a multiple of the pool's {num_kv_heads} K/V heads", f"{num_heads} heads"
+        )
+    check_key_value("", key, value, num_kv_heads, head_size)
+    check_shape("key", key, (num_tokens, num_kv_heads, head_size), "as many rows as `query`")
+    if key.dtype != query.dtype:
+        raise TypeError(f"`key` must have the dtype of `query`, {query.dtype}, got {key.dtype}")
+    for name, weight, heads in (
+        ("query_weight", query_weight, num_heads),
+        ("key_weight", key_weight, num_kv_heads),
+    ):
+        if weight is not None:
+            check_tensor(name, weight, (1,), POOL_DTYPES)
+            check_shape(name, weight, (heads * head_size,), "one for each element of a token")
+            _check_dense(name, weight)
+    if (cos is None) != (sin is None):
+        raise refuse("cos" if cos is None else "sin", "be given together with its partner", None)
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table is not None:
+            check_tensor(name, table, (2,), (torch.float32,))
+            if head_size % 2:
+                raise refuse(name, f"be None for an odd head size, {head_size}", "a tensor")
+            check_shape(name, table, (num_tokens, head_size // 2), "one angle a token and pair")
+            _check_dense(name, table)
+    if (sum_squares is None) != (tp_size is None):
+        missing = "tp_size" if tp_size is None else "sum_squares"
+        raise refuse(missing, "be given together with its partner", None)
+    if sum_squares is not None:
+        if query_weight is None or key_weight is None:
+            raise refuse("sum_squares", "be None without both weights", "a tensor")
+        check_tensor("sum_squares", sum_squares, (2,), (torch.float32,))
+        check_shape("sum_squares", sum_squares, (num_tokens, 2), "one of Q and one of K a token")
+        if not isinstance(tp_size, int) or tp_size < 1:
+            raise refuse("tp_size", "be a positive int", tp_size)
+    check_tensor("slot_mapping", slot_mapping, (1,), INDEX_DTYPES)
+    check_shape("slot_mapping", slot_mapping, (num_tokens,), "one slot a row of `key`")
+    if query_out is not None:
+        check_tensor("query_out", query_out, (3,), (query.dtype,))
+        check_shape("query_out", query_out, tuple(query.shape), "that of `query`")
+    check_writable(key_pool=key_pool, value_pool=value_pool, query_out=query_out)
+    scales = [
+        _check_scale(name, scale, key_pool.dtype, (num_blocks, num_kv_heads))
+        for name, scale in (("key_scale", key_scale), ("value_scale", value_scale))
+    ]
+    (key_factor, key_scales), (value_factor, value_scales) = scales
+    check_device(
+        device,
+        query=query,
+        key=key,
+        value=value,
+        query_weight=query_weight,
+        key_weight=key_weight,
+        cos=cos,
+        sin=sin,
+        value_pool=value_pool,
+        slot_mapping=slot_mapping,
+        sum_squares=sum_squares,
+        key_scale=key_scales,
+        value_scale=value_scales,
+        query_out=query_out,
+    )
+    backend = resolve_backend(backend, device, head_size, key_pool.dtype)
+    if values_visible(device):
+        check_slots(slot_mapping, num_blocks * block_size)
+
+    if query_out is None:
+        query_out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    torch.ops.chunkattn.norm_rope_scatter(
+        query,
+        key,
+        value,
+        query_weight,
+        key_weight,
+        cos,
+        sin,
+        sum_squares,
+        query_out,
+        key_pool,
+        value_pool,
+        slot_mapping,
+        key_scales,
+        value_scales,
+        float(eps),
+        tp_size or 1,
+        key_factor,
+        value_factor,
+        rotate_key,
+        backend,
+    )
+    return query_out
+
+
+def qk_sum_squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """This rank's sums of squares of Q and K, to be added up over a tensor-parallel group.
+
+    Args:
+        query: ``(num_tokens, num_heads, head_size)``, the heads of this rank.
+        key: ``(num_tokens, num_kv_heads, head_size)``.
+
+    Returns:
+        ``(num_tokens, 2)`` float32: one all-reduce for both.
+    """
+    return torch.stack([x.float().pow(2).sum((1, 2)) for x in (query, key)], -1)
+
+
+def rope_tables(*freqs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``cos`` and ``sin`` of `norm_rope_scatter`: once a forward, for all of its layers.
+
+    Args:
+        freqs: complex tables ``(rows, ..., head_size // 2)`` in the order of the tokens, e.g. the
+            3-D table of the video tokens, then the rows of the action and of the state table.
+
+    Returns:
+        Two tensors ``(all rows, head_size // 2)`` float32.
+    """
+    table = torch.cat([part.reshape(-1, part.shape[-1]) for part in freqs])
+    return table.real.float().contiguous(), table.imag.float().contiguous()
+
+
+# -- checks ----------------------------------------------------------------------------------------
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel():
+        raise refuse(name, "have stride 1 in its last dimension", f"strides {tensor.stride()}")
+
+
+def _check_scale(
+    name: str, scale: Any, dtype: torch.dtype, shape: tuple[int, int]
+) -> tuple[float, torch.Tensor | None]:
+    """The scale as a number, and as a table where it is one."""
+    if dtype != FP8 and scale is not None:
+        raise refuse(name, f"be None for a pool of {dtype}: only fp8 pools have scales", scale)
+    if isinstance(scale, torch.Tensor):
+        check_tensor(name, scale, (2,), (torch.float32,))
+        check_shape(name, scale, shape, "num_blocks, num_kv_heads")
+        return 1.0, scale
+    if scale is None:
+        return 1.0, None
+    if not isinstance(scale, numbers.Real):
+        raise TypeError(f"`{name}` must be a number, a tensor or None, got {type(scale).__name__}")
+    if not (math.isfinite(scale) and float(scale) > 0):
+        raise refuse(name, "be positive and finite", scale)
+    return float(scale), None

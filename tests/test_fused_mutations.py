@@ -1,0 +1,118 @@
+"""The checks of `norm_rope_scatter` find faults in its kernel: one planted after the other."""
+
+import importlib
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import chunkattn
+from chunkattn import fused
+from tests.helpers.fused import FP8, check, e4m3, make_inputs  # noqa: F401
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="triton is not installed"
+    ),
+]
+
+KERNELS = Path(__file__).resolve().parent.parent / "kernels"
+TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_all() -> None:
+    """A few calls that every path of the kernel takes part in."""
+    device = TRITON_DEVICE
+    check(make_inputs(device=device, padded=True, layout="slots"), "triton")
+    check(make_inputs(heads=4, kv_heads=2, dtype=torch.float32, device=device), "triton")
+    check(make_inputs(weight_dtype=torch.float32, device=device), "triton")
+    check(make_inputs(device=device), "triton", rotate_key=False)
+    # Sums that are not the rows' own.
+    inputs = make_inputs(device=device)
+    sums = chunkattn.qk_sum_squares(inputs.arguments["query"], inputs.arguments["key"])
+    check(inputs, "triton", sum_squares=4 * sums, tp_size=4)
+    inputs = make_inputs(pool_dtype=FP8, device=device)
+    tables = torch.rand(2, 4, 3, device=device) + 0.5
+    tables[:, 3] /= 200
+    check(inputs, "triton", key_scale=tables[0], value_scale=tables[1])
+    check(inputs, "triton", key_scale=0.5, value_scale=3.0)
+
+
+FAULTS = {
+    "sums of Q for K": ("sum_offset + stride_sum_squares_which", "sum_offset"),
+    "sums of the first token": ("token * stride_sum_squares_token", "0"),
+    "sums given are not used": ("HAS_SUM_SQUARES=sum_squares is not None", "HAS_SUM_SQUARES=False"),
+    "mean of one rank": ("tp_size * NUM_HEADS * HEAD", "NUM_HEADS * HEAD"),
+    "mean over padded heads": ("tp_size * NUM_KV_HEADS * HEAD_SIZE", "BLOCK_KV_H * BLOCK_D"),
+    "eps dropped": ("/ norm_size + eps", "/ norm_size"),
+    "norm not rounded": (").to(x.dtype)\n    out", ")\n    out"),
+    "weight not rounded": ("out = out.to(x.dtype).to(tl.float32)", "out = out"),
+    "weight rounded": ("if weight.dtype == x.dtype:", "if True:"),
+    "weight of the first head": ("kv_head * HEAD_SIZE + offs_d", "0 * kv_head + offs_d"),
+    "rotation backwards": (
+        "even * cos - odd * sin, even * sin + odd * cos",
+        "even * cos + odd * sin, odd * cos - even * sin",
+    ),
+    "halves, not pairs": (
+        "tl.reshape(pairs, (BLOCK_H, BLOCK_D))",
+        "tl.reshape(tl.permute(pairs, (0, 2, 1)), (BLOCK_H, BLOCK_D))",
+    ),
+    "angles of the first token": ("token * stride_cos_token", "0"),
+    "angles of another token": (
+        "sin_ptr + token * stride_sin_token",
+        "sin_ptr + (token ^ 1) * stride_sin_token",
+    ),
+    "last angle dropped": ("offs_p < HEAD_SIZE // 2", "offs_p < HEAD_SIZE // 2 - 1"),
+    "K turned when it must not be": ("cos is not None and rotate_key", "cos is not None"),
+    "heads of Q one short": ("head < NUM_HEADS)", "head < NUM_HEADS - 1)"),
+    "padding written": (
+        "(kv_head < NUM_KV_HEADS) & (offs_d < HEAD_SIZE)",
+        "(kv_head < NUM_KV_HEADS) & (offs_d <= HEAD_SIZE)",
+    ),
+    "slots below 0 written": ("if slot >= 0:", "if slot >= -9:"),
+    "first slot of each block": ("offset * stride_value_slot", "0 * stride_value_slot"),
+    "first block": ("+ block * stride_key_block", "+ 0 * stride_key_block"),
+    "heads mixed up": (
+        "kv_head * stride_value_pool_head",
+        "(NUM_KV_HEADS - 1 - kv_head) * stride_value_pool_head",
+    ),
+    "K to V": (
+        "                value,\n                value_pool_ptr.dtype",
+        "                key.to(key_ptr.dtype.element_ty),\n                value_pool_ptr.dtype",
+    ),
+    "not saturated": (
+        "x = tl.where(x > FP8_MAX, FP8_MAX, tl",
+        "x = tl.where(x > 1e30, FP8_MAX, tl",
+    ),
+    "scale the wrong way": (".to(tl.float32) / scale", ".to(tl.float32) * scale"),
+    "scale of the first head": ("+ kv_head * stride_key_scales_head", "+ 0 * kv_head"),
+    "scale of the first block": ("block * stride_value_scales_block", "0"),
+    "scales of K for V": ("                value_scale,\n", "                key_scale,\n"),
+    "K not rounded to its dtype": (
+        "                key.to(key_ptr.dtype.element_ty),\n                key_pool",
+        "                key,\n                key_pool",
+    ),
+}
+
+
+def test_kernel_without_a_fault_passes():
+    check_all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_kernel_fault_is_found(monkeypatch, tmp_path, fault):
+    right, wrong = FAULTS[fault]
+    package = tmp_path / tmp_path.name  # a name that no other test has
+    shutil.copytree(KERNELS, package, ignore=shutil.ignore_patterns("__pycache__"))
+    source = (package / "fused.py").read_text()
+    assert source.count(right) == 1, f"there are {source.count(right)} of {right!r}"
+    (package / "fused.py").write_text(source.replace(right, wrong))
+    monkeypatch.syspath_prepend(package.parent)
+    launch = importlib.import_module(f"{package.name}.fused").fused
+    monkeypatch.setattr(fused, "_triton_launch", lambda: launch)
+    with pytest.raises(AssertionError):
+        check_all()
