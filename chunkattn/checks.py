@@ -44,6 +44,10 @@ def check_device(device: torch.device, **tensors: torch.Tensor | None) -> None:
 
 def check_pools(key_pool: Any, value_pool: Any, dims: tuple[int, ...]) -> None:
     for name, pool in (("key_pool", key_pool), ("value_pool", value_pool)):
+        if isinstance(pool, torch.Tensor) and pool.dtype == torch.float8_e5m2:
+            raise NotImplementedError(
+                f"`{name}` must be float32, float16, bfloat16 or float8_e4m3fn, got {pool.dtype}"
+            )
         check_tensor(name, pool, dims, (*POOL_DTYPES, torch.float8_e4m3fn))
     check_shape("value_pool", value_pool, tuple(key_pool.shape), "that of `key_pool`")
     if value_pool.dtype != key_pool.dtype:

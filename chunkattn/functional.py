@@ -78,6 +78,9 @@ def scatter_kv(
     key_scale, value_scale = check_scales(key_pool, key_scale, value_scale)
     if key_scale is not None and value_scale is not None:
         check_writable(key_scale=key_scale, value_scale=value_scale)
+    if backend in flash_backend.NAMES:  # these only attend
+        resolve_backend(backend, key_pool.device, head_size)
+        backend = "auto"
     backend = resolve_backend(backend, key_pool.device, head_size, key_pool.dtype)
     if values_visible(key_pool.device):
         check_slots(slot_mapping, math.prod(key_pool.shape[:-2]))
@@ -214,6 +217,10 @@ def paged_window_attention(
     if softmax_scale is None:
         softmax_scale = head_size**-0.5
     check_softmax_scale(softmax_scale)
+    if segment_blocks is not None:
+        check_segment_blocks(segment_blocks, query, num_seqs)
+    if block_bias is not None:
+        block_bias = check_block_bias(block_bias, key_pool)
     check_device(
         device,
         query=query,
@@ -229,10 +236,6 @@ def paged_window_attention(
         out=out,
     )
     key_scale, value_scale = check_scales(key_pool, key_scale, value_scale)
-    if segment_blocks is not None:
-        check_segment_blocks(segment_blocks, query, num_seqs)
-    if block_bias is not None:
-        block_bias = check_block_bias(block_bias, key_pool)
     plain = segment_blocks is None and block_bias is None
     if backend in flash_backend.NAMES and not plain:
         name = "block_bias" if segment_blocks is None else "segment_blocks"

@@ -83,7 +83,8 @@ def _scatter_fp8(
         if scale is not None and scale.dim() == 2:
             size = new.abs()
             largest = torch.where(size < math.inf, size, 0.0).amax(-1) / LARGEST_E4M3
-            found = torch.full_like(scale, SMALLEST_SCALE).index_reduce_(0, block, largest, "amax")
+            found = torch.full_like(scale, SMALLEST_SCALE)
+            found.scatter_reduce_(0, block.unsqueeze(-1).expand_as(largest), largest, "amax")
             opened = block[offset == 0]
             scale[opened] = found[opened]
             scale = scale[block].unsqueeze(-1)

@@ -42,6 +42,7 @@ def _gather_rows(
     stride_key_scale,
     stride_value_scale,
     stride_bias,
+    scale_log2,
     position,  # [N] visible rows of the sequence
     mask,  # [N, BLOCK_D], read only when MASKED
     offs_d,
@@ -50,7 +51,7 @@ def _gather_rows(
     WIDE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """K and V of some rows, [N, BLOCK_D], their scales multiplied in, and their bias, [1, N]."""
+    """Keys [BLOCK_D, N] of some rows and their V, scale multiplied in; scale and bias of scores."""
     entry = (position // BLOCK_SIZE).to(tl.int64)
     block = tl.load(table_ptr + entry * stride_table.entry)
     slot = position % BLOCK_SIZE
@@ -72,7 +73,7 @@ def _gather_rows(
     else:
         key = tl.load(key_row)
         value = tl.load(value_row)
-    key_scale, bias, value_scale = block_factors(
+    scale_log2, bias, value_scale = block_factors(
         key_scale_ptr,
         value_scale_ptr,
         block_bias_ptr,
@@ -81,16 +82,15 @@ def _gather_rows(
         stride_key_scale,
         stride_value_scale,
         stride_bias,
-        1.0,
+        scale_log2,
     )
-    # Every row has scales of its own here, which do not fold into those of a tile.
     if key_scale_ptr is not None:
-        key = (key.to(tl.float32) * key_scale[:, None]).to(query_dtype)
-    if value_scale_ptr is not None:
-        value = (value.to(tl.float32) * value_scale[:, None]).to(query_dtype)
+        scale_log2 = scale_log2[None, :]
     if block_bias_ptr is not None:
         bias = bias[None, :]
-    return key.T, value, bias
+    if value_scale_ptr is not None:
+        value = (value.to(tl.float32) * value_scale[:, None]).to(query_dtype)
+    return key.T, value, scale_log2, bias
 
 
 @triton.jit
@@ -137,6 +137,8 @@ def _gather_kernel(
     Layout: `arguments`. Work and bytes of a launch: as `walk`'s, without the padding of blocks,
     plus one table entry (4 bytes) a visible key for every tile of query rows.
     """
+    # Rows of a tile lie in blocks of their own, with factors of their own.
+    PER_KEY: tl.constexpr = key_scale_ptr is not None or block_bias_ptr is not None
     seq, tile = tile_of_program(batch, QUERIES_PER_KV, BLOCK_M, ONE_SEQ)
     kv_head = tl.program_id(1)
     token, head, mask_m, has_rows = tile_rows(
@@ -166,11 +168,12 @@ def _gather_kernel(
             )
             if segment < NUM_SEGMENTS - 1:
                 entries = tl.load(segment_blocks_ptr + seq * (NUM_SEGMENTS - 1) + segment)
-                stop = tl.minimum(start + entries.to(tl.int32) * BLOCK_SIZE, seq_len)
+                whole = seq_len // BLOCK_SIZE * BLOCK_SIZE
+                stop = tl.minimum(start + entries.to(tl.int32) * BLOCK_SIZE, whole)
         # A product and no difference, or the compiler does not see that tiles start at multiples.
         num_tiles = ((stop - start).to(tl.int64) // BLOCK_N).to(tl.int32)
         for i in tl.range(0, num_tiles):
-            key, value, bias = _gather_rows(
+            key, value, tile_scale, bias = _gather_rows(
                 key_head_ptr,
                 value_head_ptr,
                 key_scale_ptr,
@@ -184,6 +187,7 @@ def _gather_kernel(
                 stride_key_scale,
                 stride_value_scale,
                 stride_bias,
+                scale_log2,
                 start + i * BLOCK_N + offs_n,
                 mask_d,
                 offs_d,
@@ -199,12 +203,12 @@ def _gather_kernel(
                 acc,
                 row_max,
                 row_sum,
-                scale_log2,
+                tile_scale,
                 bias,
                 1.0,
                 mask_d,
                 False,
-                block_bias_ptr is not None,
+                PER_KEY,
                 False,
                 PRECISION,
             )
@@ -212,7 +216,7 @@ def _gather_kernel(
         if rest < stop:
             mask_n = rest + offs_n < stop
             # A row that is not there looks the last one up: nothing past the table is read.
-            key, value, bias = _gather_rows(
+            key, value, tile_scale, bias = _gather_rows(
                 key_head_ptr,
                 value_head_ptr,
                 key_scale_ptr,
@@ -226,6 +230,7 @@ def _gather_kernel(
                 stride_key_scale,
                 stride_value_scale,
                 stride_bias,
+                scale_log2,
                 tl.minimum(rest + offs_n, stop - 1),
                 mask_n[:, None] & mask_d,
                 offs_d,
@@ -241,12 +246,12 @@ def _gather_kernel(
                 acc,
                 row_max,
                 row_sum,
-                scale_log2,
+                tile_scale,
                 bias,
                 1.0,
                 mask_n,
                 True,
-                block_bias_ptr is not None,
+                PER_KEY,
                 False,
                 PRECISION,
             )

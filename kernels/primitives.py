@@ -31,7 +31,7 @@ def softmax_step(
     row_max,
     row_sum,
     scale_log2,
-    bias,  # base 2, a scalar or [1, N]
+    bias,  # base 2; it and the scale may be [1, N] if HAS_BIAS
     acc_scale,  # brings the old sum to the unit of ``value``
     mask_n,  # [N]
     MASKED: tl.constexpr,

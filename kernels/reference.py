@@ -48,7 +48,8 @@ def visible_keys(
     key, value = rows_of(key_pool, key_scale), rows_of(value_pool, value_scale)
     bias = torch.zeros(seq_len, num_kv_heads, dtype=dtype, device=key_pool.device)
     if block_bias is not None:
-        bias += block_bias[block].reshape(seq_len, -1).to(dtype)
+        of_head = block_bias if block_bias.dim() == 2 else block_bias.unsqueeze(1)
+        bias += of_head[block].to(dtype)
     # The last query attends to everything from the partly filled block on.
     segment = torch.full_like(entry, num_segments - 1)
     if segment_blocks is not None:

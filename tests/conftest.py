@@ -21,9 +21,10 @@ if not HAS_GPU:
     if HAS_TRITON:
         import triton.runtime.interpreter
 
-        from chunkattn.testing import patch_bf16
+        from chunkattn.testing import patch_bf16, patch_e4m3
 
         patch_bf16(triton.runtime.interpreter)
+        patch_e4m3(triton.runtime.interpreter)
 
 hypothesis.settings.register_profile(
     "chunkattn", deadline=None, derandomize=True, database=None, print_blob=False

@@ -489,7 +489,7 @@ def test_write_attend(library):
     """The session's op: the write, then the attention over what was written."""
     name, block_size, module = library
     case = make_case(seq_lens=[7], query_lens=[7], block_size=block_size, dtype=torch.bfloat16)
-    key, value = case.visible(0)
+    key, value, *_ = case.visible(0)
     slots = case.block_table[0, torch.arange(7) // block_size] * block_size
     slots = slots + torch.arange(7) % block_size
     for pool in (case.key_pool, case.value_pool):

@@ -17,7 +17,6 @@ from tests.helpers.fused import (
     FP8,
     assert_near,
     check,
-    e4m3,  # noqa: F401
     make_inputs,
     modules,
 )

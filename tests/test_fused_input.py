@@ -45,7 +45,7 @@ REFUSED = [
     ("key_pool", lambda x: x[:1].expand(4, -1, -1, -1), ValueError),
     ("key_pool", lambda x: x[:, :0], ValueError),
     ("key_pool", lambda x: x.to(torch.float8_e5m2), NotImplementedError),
-    ("value_pool", lambda x: x.to(FP8), NotImplementedError),
+    ("value_pool", lambda x: x.to(FP8), TypeError),
     ("key_scale", lambda x: 1.0, ValueError),
     ("value_scale", lambda x: torch.ones(4, 3), ValueError),
     ("tp_size", lambda x: 2, ValueError),
@@ -53,7 +53,7 @@ REFUSED = [
     ("query_out", lambda x: torch.empty(8, 3, 8), ValueError),
     ("query_out", lambda x: torch.empty(1, 3, 24).expand(8, -1, -1), ValueError),
     ("query_out", lambda x: torch.empty(8, 3, 24).half(), TypeError),
-    ("backend", lambda x: "fa3", ValueError),
+    ("backend", lambda x: "cutlass", ValueError),
 ]  # fmt: skip
 FP8_REFUSED = [
     ("key_scale", 0.0, ValueError),

@@ -10,7 +10,7 @@ import torch
 
 import chunkattn
 from chunkattn import fused
-from tests.helpers.fused import FP8, check, e4m3, make_inputs  # noqa: F401
+from tests.helpers.fused import FP8, check, make_inputs
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -77,3 +77,31 @@ def test_guard_finds_a_faulty_interpreter(monkeypatch, fault):
         monkeypatch.setattr(builder, "create_dot", dot)
     with pytest.raises(AssertionError):
         interpreter_guard()
+
+
+def test_e4m3_of_the_interpreter():
+    """E1: every finite e4m3 value survives both ways, and the casts round as torch's do."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(x_ptr, fp8_ptr, back_ptr, N: tl.constexpr):
+        offs = tl.arange(0, N)
+        low = tl.load(x_ptr + offs).to(tl.float8e4nv)
+        tl.store(fp8_ptr + offs, low)
+        tl.store(back_ptr + offs, low.to(back_ptr.dtype.element_ty))
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("Triton has no e4m3 below compute capability 8.9")
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    # In between: ties, carries into the next power of two, numbers below the smallest.
+    x = torch.cat([values, values * 1.0625, values * 1.09, torch.rand(256) * 2**-9]).to(device)
+    x = x.clamp(-448, 448)
+    expected = x.to(torch.float8_e4m3fn)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        fp8 = torch.empty(1024, dtype=torch.float8_e4m3fn, device=device)
+        back = torch.empty(1024, dtype=dtype, device=device)
+        kernel[(1,)](x, fp8, back, N=1024)
+        torch.testing.assert_close(fp8.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(back, expected.to(dtype), rtol=0, atol=0, equal_nan=True)
