@@ -123,8 +123,8 @@ def _attend_sequence(
 ) -> tuple[torch.Tensor | float, torch.Tensor | float | None]:
     """out and lse of one sequence; both are numbers where it sees no key."""
     # Parts that only merging brings together are attended in float32.
-    merged = inputs.num_segments > 1 or inputs.key_scale is not None
-    merged = merged or inputs.value_scale is not None or inputs.block_bias is not None
+    merged = inputs.num_segments > 1 or inputs.block_bias is not None
+    merged = merged or inputs.key_pool.dtype == torch.float8_e4m3fn
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
     for query, parts in _segments(inputs, s, rows, seq_len, merged):

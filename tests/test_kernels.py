@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import inspect
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ LOW = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="
 
 @pytest.fixture
 def launches(monkeypatch) -> list[tuple[str, dict]]:
-    """What the triton backend launches from now on: kernel and compile-time sizes."""
+    """What the triton backend launches from now on: kernel and arguments by name."""
     from chunkattn.kernels import gather, walk
 
     seen: list[tuple[str, dict]] = []
@@ -32,7 +33,8 @@ def launches(monkeypatch) -> list[tuple[str, dict]]:
 
         def __getitem__(self, grid):
             def launch(*args, **options):
-                seen.append((self.name, options))
+                names = inspect.signature(self.kernel.fn).parameters
+                seen.append((self.name, dict(zip(names, args, strict=False)) | options))
                 return self.kernel[grid](*args, **options)
 
             return launch
@@ -85,7 +87,7 @@ def test_descriptors(monkeypatch, launches, dtype, head_size, layout, block_size
         device=DEVICE,
     )
     check_attention(case, "triton")
-    assert [(name, options["HAS_DESC"]) for name, options in launches] == [("walk", True)]
+    assert [(name, options["key_desc"] is None) for name, options in launches] == [("walk", False)]
 
 
 def test_descriptors_give_the_bits_of_pointers(monkeypatch, launches):
@@ -98,13 +100,13 @@ def test_descriptors_give_the_bits_of_pointers(monkeypatch, launches):
     results = [run_attention(case, "triton")]
     monkeypatch.setattr(walk, "descriptors_fit", lambda *pools: False)
     results.append(run_attention(case, "triton"))
-    assert [options["HAS_DESC"] for _, options in launches] == [True, False]
+    assert [options["key_desc"] is None for _, options in launches] == [False, True]
     assert all(map(torch.equal, *results))
 
 
 def test_descriptors_fit():
     """What a descriptor cannot describe is refused, of K as of V."""
-    from chunkattn.kernels.walk import descriptors_fit
+    from chunkattn.kernels.launch import descriptors_fit
 
     def pool(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(*shape, dtype=dtype)
@@ -119,11 +121,12 @@ def test_descriptors_fit():
         "one head of many": pool(3, 5, 2, 32)[:, :, 1:],
         "every second block": pool(6, 5, 2, 32)[::2],
         "later blocks": pool(6, 5, 2, 32)[2:],
+        "fp8": pool(3, 5, 2, 32).to(torch.float8_e4m3fn),
         "one head, its stride odd": flat.as_strided((3, 5, 1, 32), (160, 32, 7, 1)),
     }
     refused = {
         "fp32": pool(3, 5, 2, 32, dtype=torch.float32),
-        "fp8": pool(3, 5, 2, 32, dtype=torch.float8_e4m3fn),
+        "fp8 of 8 columns": pool(3, 5, 2, 8).to(torch.float8_e4m3fn),
         "head size 24": pool(3, 5, 2, 24),
         "head size 8": pool(3, 5, 2, 8),
         "head size 256": pool(3, 5, 2, 256),
@@ -161,7 +164,7 @@ def test_descriptors_from_sm_90_on(monkeypatch, launches, arch):
             device=DEVICE,
         )
         check_attention(case, "triton")
-    assert [options["HAS_DESC"] for _, options in launches] == [arch >= 90, False]
+    assert [options["key_desc"] is None for _, options in launches] == [arch < 90, True]
 
 
 # -- gather ---------------------------------------------------------------------------------------

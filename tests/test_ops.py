@@ -84,7 +84,7 @@ def test_opcheck_write_attend():
 
 def test_opcheck_paged_window_attention():
     case = make_case(seq_lens=[33, 6], query_lens=[5, 2], current_lens=[1, 2])
-    arguments = list(case.arguments().values())[:-1]
+    *arguments, softmax_scale = case.arguments().values()
     out, lse = torch.zeros_like(case.query), torch.zeros(7, 2)
     for given_lse in (lse, None):
         torch.library.opcheck(
@@ -99,7 +99,7 @@ def test_opcheck_scatter_kv():
     key, value = torch.randn(2, 4, 1, 8)
     torch.library.opcheck(
         torch.ops.chunkattn.scatter_kv.default,
-        (key, value, key_pool, value_pool, torch.tensor([0, 5, -1, 7]), "torch"),
+        (key, value, key_pool, value_pool, torch.tensor([0, 5, -1, 7]), None, None, "torch"),
         test_utils=OPCHECKS,
     )
 
