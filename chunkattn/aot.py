@@ -2,45 +2,52 @@
 
 Triton compiles for any target on any machine, and its wheel ships ``cuobjdump``. The counts are
 exact and repeatable for one Triton version, so they are the performance evidence of a machine that
-has no GPU.
+has no GPU. What is compiled is what the launchers launch: they run here on tensors without data,
+under a driver that names the target and launches nothing.
 """
 
-import collections
+import contextlib
 import dataclasses
 import functools
-import os
-import re
-import subprocess
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+import importlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
-from chunkattn.presets import get_preset
+from chunkattn import sass
+from chunkattn.presets import ModelPreset, get_preset
 
-_MMA = ("HGMMA", "HMMA", "UTCHMMA")
-_STRIDE_1_ARGUMENTS = ("stride_table_block", "stride_slot_mapping")
-_POINTER_TYPES = {
-    "block_table_ptr": "*i32",
-    "seq_lens_ptr": "*i32",
-    "query_start_loc_ptr": "*i32",
-    "current_start_loc_ptr": "*i32",
-    "slot_mapping_ptr": "*i32",
-    "lse_ptr": "*fp32",
+ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+SHARED_KIB = {
+    "sm_80": 163,
+    "sm_86": 99,
+    "sm_89": 99,
+    "sm_90": 227,
+    "sm_100": 227,
+    "sm_120": 99,
+    "gfx942": 64,
 }
+"""Shared memory of one program: CUDA C++ Programming Guide, "Technical Specifications per Compute
+Capability"; the LDS of a CDNA 3 compute unit.
+"""
 
 
-@dataclasses.dataclass
-class Loop:
-    """One innermost loop with matrix instructions, in the order of the code."""
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One call of the attention kernels, and of the scatter that precedes it."""
 
-    role: str
-    instructions: int
-    mma: int
-    tma: int
-    async_copies: int
+    block_size: int
+    head_size: int = 128
+    num_tokens: int = 1785
+    num_heads: int = 40
+    num_kv_heads: int = 40
+    dtype: torch.dtype = torch.bfloat16
+    every_path: bool = False
+    """Three ragged sequences, current rows and lse, not one plain sequence."""
 
 
 @dataclasses.dataclass
@@ -59,275 +66,137 @@ class Row:
     registers: int
     stack_bytes: int
     shared_bytes: int
-    loops: list[Loop]
+    loops: list[sass.Loop]
     padding_waste: float
 
 
-def compile_walk(
-    arch: str,
-    block_size: int,
-    head_size: int,
-    num_query_rows: int,
-    *,
-    descriptors: bool = False,
-    every_path: bool = False,
-) -> Row:
-    """Compile the walk for bfloat16 heads.
+class Launch(NamedTuple):
+    """One launch that was compiled and not run."""
+
+    constants: dict[str, Any]  # keyword arguments of the launch, its compile-time sizes among them
+    compiled: Any  # triton.compiler.CompiledKernel
+
+
+def compile_walk(arch: str, shape: Shape, *, descriptors: bool | None = None) -> Row:
+    """Compile the walk.
 
     Args:
         arch: a target such as ``"sm_90"`` or ``"gfx942"``.
-        block_size: tokens of a block.
-        head_size: elements of a head.
-        num_query_rows: query rows of the call, which choose the tile.
-        descriptors: read the pools by tensor descriptors; the row's kernel is ``"walk"`` then, and
-            ``"walk_pointers"`` where pointers read them although the target has descriptors.
-        every_path: ragged sequences, grouped queries, lse and current rows, not one plain sequence.
+        shape: of the call.
+        descriptors: as `kernels.walk.walk`. The row's kernel is ``"walk_pointers"`` where False.
 
     Raises:
         RuntimeError: in a process where Triton interprets its kernels.
     """
-    from chunkattn.kernels.tuning import padding_waste, walk_tiles
-    from chunkattn.kernels.walk import _walk_kernel
-
-    tiles = walk_tiles(_capability(arch), head_size, 2, block_size, num_query_rows)
-    constants = _attention_constants(tiles, head_size, every_path) | {
-        "BLOCK_SIZE": block_size,
-        "TAIL_N": tiles.tail_n,
-        "HAS_DESC": descriptors,
-        "COUNT_TILES": tiles.count_tiles,
-    }
-    types = {}
-    for name in ("key", "value"):
-        for part, rows in (("", tiles.block_n), ("_tail", tiles.tail_n)):
-            if descriptors:
-                box = f"1, {rows}, {constants['BLOCK_D']}"
-                types[f"{name}{part}_desc"] = f"tensordesc<bf16[{box}]>"
-            else:
-                constants[f"{name}{part}_desc"] = None
-    compiled = _compile(_walk_kernel, constants, arch, tiles.num_warps, tiles.num_stages, types)
-    full, tail = block_size >= tiles.block_n, block_size % tiles.block_n > 0
-    return _row(
-        "walk" if descriptors or _capability(arch) < 90 else "walk_pointers",
+    launch = _attention("walk", arch, shape, {"descriptors": descriptors})
+    sizes = launch.constants
+    tail_rows = shape.block_size % sizes["BLOCK_N"]
+    full, tail = shape.block_size >= sizes["BLOCK_N"], tail_rows > 0
+    return row_of(
+        "walk_pointers" if descriptors is False else "walk",
         arch,
-        block_size,
-        head_size,
-        tiles,
-        compiled,
-        ["full"] * full + ["tail"] * tail + ["rest"] * (2 if every_path else 1),
-        round(padding_waste(block_size, tiles), 4),
+        shape,
+        launch,
+        ["full"] * full + ["tail"] * tail + ["rest"] * (2 if shape.every_path else 1),
+        (sizes["TAIL_N"] - tail_rows) / shape.block_size if tail else 0.0,
     )
 
 
-def compile_gather(
-    arch: str,
-    block_size: int,
-    head_size: int,
-    num_query_rows: int,
-    *,
-    wide: bool = False,
-    every_path: bool = False,
-) -> Row:
+def compile_gather(arch: str, shape: Shape, *, wide: bool = False) -> Row:
     """Compile the gather, with 64-bit offsets if ``wide``; the rest is as in `compile_walk`."""
-    from chunkattn.kernels.gather import _gather_kernel
-    from chunkattn.kernels.tuning import gather_tiles
-
-    tiles = gather_tiles(_capability(arch), head_size, 2, num_query_rows)
-    constants = _attention_constants(tiles, head_size, every_path) | {
-        "BLOCK_SIZE": block_size,
-        "WIDE": wide,
-    }
-    compiled = _compile(_gather_kernel, constants, arch, tiles.num_warps, tiles.num_stages)
-    roles = ["full"] + ["rest"] * every_path
-    kernel = "gather64" if wide else "gather"
-    return _row(kernel, arch, block_size, head_size, tiles, compiled, roles, 0.0)
+    launch = _attention("gather", arch, shape, {}, wide)
+    roles = ["full"] + ["rest"] * shape.every_path
+    return row_of("gather64" if wide else "gather", arch, shape, launch, roles)
 
 
-def compile_scatter(arch: str, block_size: int, num_kv_heads: int, head_size: int) -> Row:
-    """Compile the scatter of bfloat16 rows with extra rows; errors as `compile_walk`."""
-    from chunkattn.kernels.scatter import _scatter_kernel
-    from chunkattn.kernels.tuning import scatter_tile
+def compile_scatter(arch: str, shape: Shape) -> Row:
+    """Compile the scatter of a call's rows, some of them extra rows; errors as `compile_walk`."""
+    return row_of("scatter", arch, shape, launch_scatter(arch, shape), [])
 
-    block_t, block_c = scatter_tile(num_kv_heads * head_size)
-    constants = {
-        "BLOCK_SIZE": block_size,
-        "NUM_KV_HEADS": num_kv_heads,
-        "HEAD_SIZE": head_size,
-        "BLOCK_T": block_t,
-        "BLOCK_C": block_c,
-        "HAS_EXTRA": True,
-    }
-    compiled = _compile(_scatter_kernel, constants, arch, 4, 1)
-    sizes = (block_size, head_size, "bfloat16", block_t, block_c, 4, 1)
-    return Row("scatter", arch, *sizes, *_resources(compiled), [], 0.0)
+
+def launch_scatter(arch: str, shape: Shape) -> Launch:
+    """The launch that `compile_scatter` reads; errors as `compile_walk`."""
+    rows = _empty(shape.num_tokens, shape.num_kv_heads, shape.head_size, dtype=shape.dtype)
+    pool = _pool(shape)
+    slots = _empty(2 * shape.num_tokens, dtype=torch.int32)
+    kernel = importlib.import_module("chunkattn.kernels.scatter").scatter
+    return compile_launches(arch, kernel, rows, rows, rows, rows, pool, pool, slots)[0]
+
+
+def compile_launches(arch: str, launch: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Launch]:
+    """Call a launcher and compile what it launches, for a GPU that need not be there.
+
+    Args:
+        arch: the target.
+        launch: a function that launches Triton kernels.
+        args: its arguments, tensors on the ``meta`` device.
+        kwargs: its keyword arguments.
+
+    Raises:
+        RuntimeError: in a process where Triton interprets its kernels.
+    """
+    from triton.runtime import JITFunction
+
+    launches = []
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+        launches.append(Launch(kwargs, compiled))
+        return compiled
+
+    with _target(arch), mock.patch.object(JITFunction, "run", compile_only):
+        launch(*args, **kwargs)
+    if not launches:
+        raise RuntimeError("Triton must compile, not interpret: unset TRITON_INTERPRET")
+    return launches
 
 
 def jobs(archs: Sequence[str], presets: Sequence[str]) -> list[Callable[[], Row]]:
-    """One job for each kernel, target and preset; a job compiles when it is called."""
-    found: list[Callable[[], Row]] = []
+    """One job for each kernel, target and shape of the presets; a job compiles when it is called.
+
+    Where vLLM is installed, its kernel is compiled for the same shapes. A job can be pickled.
+    """
+    from chunkattn import aot_vllm
+    from chunkattn.kernels.tuning import GATHER_BELOW
+
+    found: dict[Any, Callable[[], Row]] = {}
     for arch in archs:
-        for preset in (get_preset(name) for name in presets):
-            span = preset.frames_per_span * preset.frame_tokens + preset.action_tokens
-            rows = span * preset.heads // preset.kv_heads
-            block, size = preset.frame_tokens, preset.head_size
-            for descriptors in (True, False) if _capability(arch) >= 90 else (False,):
-                job = functools.partial(compile_walk, arch, block, size, rows)
-                found.append(functools.partial(job, descriptors=descriptors))
-            found.append(functools.partial(compile_scatter, arch, block, preset.kv_heads, size))
-        for wide in (False, True):
-            found.append(functools.partial(compile_gather, arch, 16, size, rows, wide=wide))
-    return found
+        for shape in (shape_of(get_preset(name)) for name in presets):
+            small = dataclasses.replace(shape, block_size=16)  # vLLM's default
+            attention = {(compile_gather, small, wide): {"wide": wide} for wide in (False, True)}
+            if shape.block_size < GATHER_BELOW:
+                attention[compile_gather, shape, False] = {}
+            else:
+                attention[compile_walk, shape, True] = {}
+                if capability(arch) >= 90:
+                    attention[compile_walk, shape, False] = {"descriptors": False}
+            if aot_vllm.is_installed():
+                attention[aot_vllm.compile_vllm, shape, True] = {}
+            # Models of one block size and one grouping of heads share their attention kernels.
+            for (job, at, option), options in attention.items():
+                sizes = (at.block_size, at.head_size, at.num_heads // at.num_kv_heads)
+                found.setdefault((job, arch, option, sizes), functools.partial(job, arch, at, **options))
+            sizes = (shape.block_size, shape.head_size, shape.num_kv_heads)
+            found.setdefault((arch, sizes), functools.partial(compile_scatter, arch, shape))
+    return list(found.values())
 
 
-def _capability(arch: str) -> int:
-    """As `launch.arch_of` says it: 0 on an AMD GPU."""
-    return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
-
-
-def _attention_constants(tiles: Any, head_size: int, every_path: bool) -> dict[str, Any]:
-    from chunkattn.kernels.tuning import next_power_of_2
-
-    constants = {
-        "HEAD_SIZE": head_size,
-        "QUERIES_PER_KV": 5 if every_path else 1,
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "BLOCK_D": max(16, next_power_of_2(head_size)),
-        "REST_N": tiles.rest_n,
-        "PRECISION": "tf32",
-        "ONE_SEQ": not every_path,
-        "HAS_CURRENT": every_path,
-        "HAS_LSE": every_path,
-    }
-    absent = ("key_current_ptr", "value_current_ptr", "current_start_loc_ptr", "lse_ptr")
-    return constants if every_path else constants | dict.fromkeys(absent)
-
-
-def _row(
-    kernel: str,
-    arch: str,
-    block_size: int,
-    head_size: int,
-    tiles: Any,
-    compiled: Any,
-    roles: list[str],
-    padding_waste: float,
-) -> Row:
-    sizes = (tiles.block_m, tiles.block_n, tiles.num_warps, tiles.num_stages)
-    return Row(
-        kernel,
-        arch,
-        block_size,
-        head_size,
-        "bfloat16",
-        *sizes,
-        *_resources(compiled),
-        _loops(compiled, roles),
-        padding_waste,
+def shape_of(preset: ModelPreset) -> Shape:
+    """A span of a model with its action and state rows, one chunk a block."""
+    return Shape(
+        preset.frame_tokens,
+        preset.head_size,
+        preset.frames_per_span * preset.frame_tokens + preset.action_tokens + preset.state_tokens,
+        preset.heads,
+        preset.kv_heads,
+        getattr(torch, preset.dtype),
     )
 
 
-def _compile(
-    kernel: Any,
-    constants: dict[str, Any],
-    arch: str,
-    warps: int,
-    stages: int,
-    types: dict[str, str] | None = None,
-) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    if not isinstance(kernel, triton.JITFunction):
-        raise RuntimeError("Triton must compile, not interpret: unset TRITON_INTERPRET")
-    constants = constants | {n: 1 for n in kernel.arg_names if n in _STRIDE_1_ARGUMENTS}
-    signature = {n: _type_of(n) for n in kernel.arg_names} | (types or {})
-    signature |= {n: "constexpr" for n in constants}
-    # As a launch specialises them: pointers and strides are multiples of 16.
-    multiples = {
-        (i,): [["tt.divisibility", 16]]
-        for i, n in enumerate(kernel.arg_names)
-        if n not in constants and (n.endswith("_ptr") or n.startswith("stride_"))
-    }
-    source = ASTSource(kernel, signature, constants, multiples)
-    target = GPUTarget("cuda", _capability(arch), 32)
-    if arch.startswith("gfx"):
-        target = GPUTarget("hip", arch, 64)
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
-    return triton.compile(source, target=target, options=options)
-
-
-def _type_of(name: str) -> str:
-    if name == "scale_log2":
-        return "fp32"
-    return _POINTER_TYPES.get(name, "*bf16") if name.endswith("_ptr") else "i32"
-
-
-def _cuobjdump(flag: str, compiled: Any) -> str:
-    import triton.backends.nvidia as nvidia
-
-    tool = Path(os.path.dirname(nvidia.__file__)) / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        command = [str(tool), flag, cubin.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def _resources(compiled: Any) -> tuple[int, int, int]:
-    """Registers a thread, bytes of stack a thread, bytes of shared memory a program."""
-    if "amdgcn" in compiled.asm:
-        # A lane's vector registers, and its private segment, which also holds what is spilled.
-        found = [
-            re.search(rf"\.{name}: +(\d+)", compiled.asm["amdgcn"])
-            for name in ("vgpr_count", "private_segment_fixed_size")
-        ]
-        registers, stack = (int(match[1]) if match else -1 for match in found)
-        return registers, stack, int(compiled.metadata.shared)
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump("-res-usage", compiled))
-    if usage is None:
-        raise RuntimeError("cuobjdump printed no resource usage")
-    return int(usage[1]), int(usage[2]), int(compiled.metadata.shared)
-
-
-def _loops(compiled: Any, roles: list[str]) -> list[Loop]:
-    """Innermost loops that hold matrix instructions: the code between a backward branch and its
-    target. None for an AMD target, whose code is not read.
-    """
-    if "amdgcn" in compiled.asm:
-        return []
-    code = []
-    for line in _cuobjdump("-sass", compiled).splitlines():
-        match = re.match(r"\s+/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)([^;]*);", line)
-        if match:
-            code.append((int(match[1], 16), match[2], match[3]))
-    spans = []
-    for address, opcode, rest in code:
-        target = re.search(r"0x([0-9a-f]+)", rest) if opcode == "BRA" else None
-        if target and int(target[1], 16) < address:
-            spans.append((int(target[1], 16), address))
-    found: list[tuple[int, int, collections.Counter[str]]] = []
-    for start, stop in sorted(spans):
-        count = collections.Counter(op for address, op, _ in code if start <= address <= stop)
-        if sum(count[op] for op in _MMA) and not count["EXIT"]:
-            found.append((start, stop, count))
-    inner = [
-        loop
-        for loop in found
-        if not any(o is not loop and loop[0] <= o[0] and o[1] <= loop[1] for o in found)
-    ]
-    if len(inner) != len(roles):
-        roles = ["?"] * len(inner)
-    return [
-        Loop(
-            role,
-            sum(count.values()),
-            sum(count[op] for op in _MMA),
-            count["UTMALDG"],
-            count["LDGSTS"],
-        )
-        for role, (_, _, count) in zip(roles, inner, strict=True)
-    ]
+def capability(arch: str) -> int:
+    """As `launch.arch_of` says it: 0 on an AMD GPU."""
+    return int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
 
 
 def versions() -> dict[str, str]:
@@ -335,3 +204,102 @@ def versions() -> dict[str, str]:
     import triton
 
     return {"triton": triton.__version__, "torch": torch.__version__}
+
+
+def _attention(
+    name: str, arch: str, shape: Shape, options: dict[str, Any], wide: bool = False
+) -> Launch:
+    module = importlib.import_module(f"chunkattn.kernels.{name}")
+    num_seqs = 3 if shape.every_path else 1
+    query = _empty(shape.num_tokens, shape.num_heads, shape.head_size, dtype=shape.dtype)
+    key_current = _empty(64, shape.num_kv_heads, shape.head_size, dtype=shape.dtype)
+    lse = _empty(shape.num_tokens, shape.num_heads, dtype=torch.float32)
+    starts = _empty(num_seqs + 1, dtype=torch.int32)
+    pool = _pool(shape, wide)
+    return compile_launches(
+        arch,
+        getattr(module, name),
+        query=query,
+        key_pool=pool,
+        value_pool=pool,
+        block_table=_empty(num_seqs, 32, dtype=torch.int32),
+        seq_lens=_empty(num_seqs, dtype=torch.int32),
+        query_start_loc=starts,
+        key_current=key_current if shape.every_path else None,
+        value_current=key_current if shape.every_path else None,
+        current_start_loc=starts if shape.every_path else None,
+        out=query,
+        lse=lse if shape.every_path else None,
+        softmax_scale=shape.head_size**-0.5,
+        **options,
+    )[0]
+
+
+def _empty(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+def _pool(shape: Shape, wide: bool = False) -> torch.Tensor:
+    """Of 64 blocks, or of more than 2**31 elements."""
+    sizes = (shape.block_size, shape.num_kv_heads, shape.head_size)
+    return _empty(2**31 // math.prod(sizes) + 2 if wide else 64, *sizes, dtype=shape.dtype)
+
+
+def row_of(
+    kernel: str,
+    arch: str,
+    shape: Shape,
+    launch: Launch,
+    roles: Sequence[str],
+    padding_waste: float = 0.0,
+) -> Row:
+    sizes, compiled = launch.constants, launch.compiled
+    return Row(
+        kernel,
+        arch,
+        shape.block_size,
+        shape.head_size,
+        str(shape.dtype).removeprefix("torch."),
+        sizes["BLOCK_T" if kernel == "scatter" else "BLOCK_M"],
+        sizes["BLOCK_C" if kernel == "scatter" else "BLOCK_N"],
+        compiled.metadata.num_warps,
+        compiled.metadata.num_stages,
+        *sass.resources(compiled),
+        sass.loops(sass.instructions(compiled), roles),
+        round(padding_waste, 4),
+    )
+
+
+class _Driver:
+    """Stands in for Triton's driver of a GPU: names the target, and compiles once for each."""
+
+    def __init__(self, arch: str):
+        self.arch = arch
+
+    def get_current_device(self) -> str:
+        return self.arch
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        if self.arch.startswith("gfx"):
+            return GPUTarget("hip", self.arch, 64)
+        return GPUTarget("cuda", capability(self.arch), 32)
+
+
+@contextlib.contextmanager
+def _target(arch: str) -> Iterator[None]:
+    """Let Triton and the launchers believe that they run on another GPU."""
+    from triton.runtime import driver
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(driver, "_active", _Driver(arch)))
+        for name, module in list(sys.modules.items()):
+            if name.startswith("chunkattn.kernels.") and hasattr(module, "arch_of"):
+                patches.enter_context(
+                    mock.patch.object(module, "arch_of", lambda device: capability(arch))
+                )
+        yield
