@@ -123,7 +123,9 @@ def launch_scatter(arch: str, shape: Shape) -> Launch:
     return compile_launches(arch, kernel, rows, rows, rows, rows, pool, pool, slots)[0]
 
 
-def compile_launches(arch: str, launch: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Launch]:
+def compile_launches(
+    arch: str, launch: Callable[..., Any], *args: Any, **kwargs: Any
+) -> list[Launch]:
     """Call a launcher and compile what it launches, for a GPU that need not be there.
 
     Args:
@@ -176,7 +178,9 @@ def jobs(archs: Sequence[str], presets: Sequence[str]) -> list[Callable[[], Row]
             # Models of one block size and one grouping of heads share their attention kernels.
             for (job, at, option), options in attention.items():
                 sizes = (at.block_size, at.head_size, at.num_heads // at.num_kv_heads)
-                found.setdefault((job, arch, option, sizes), functools.partial(job, arch, at, **options))
+                found.setdefault(
+                    (job, arch, option, sizes), functools.partial(job, arch, at, **options)
+                )
             sizes = (shape.block_size, shape.head_size, shape.num_kv_heads)
             found.setdefault((arch, sizes), functools.partial(compile_scatter, arch, shape))
     return list(found.values())

@@ -82,10 +82,23 @@ def loops(code: Sequence[Instruction], roles: Sequence[str]) -> list[Loop]:
     ]
 
 
-def memory_accesses(code: Sequence[Instruction]) -> collections.Counter[str]:
-    """How often each opcode that reads or writes global memory occurs."""
-    pattern = re.compile(r"(?:LDG|STG)\.|(?:global|buffer|flat)_(?:load|store)_")
-    return collections.Counter(op for _, op, _ in code if pattern.match(op))
+def accesses(code: Sequence[Instruction]) -> tuple[int, int, int, int]:
+    """Loads and stores of global memory: those of 16 bytes a thread, and those of fewer.
+
+    Returns:
+        Wide loads, narrow loads, wide stores, narrow stores.
+    """
+    found: collections.Counter[tuple[str, bool]] = collections.Counter()
+    for _, opcode, _ in code:
+        if match := re.match(r"(?:LDG|STG)\.|(?:global|buffer|flat)_(?:load|store)_", opcode):
+            kind = "store" if match[0].startswith("STG") or "store" in match[0] else "load"
+            found[kind, opcode.endswith((".128", "_dwordx4"))] += 1
+    return (
+        found["load", True],
+        found["load", False],
+        found["store", True],
+        found["store", False],
+    )
 
 
 def _sass(text: str) -> list[Instruction]:
@@ -94,7 +107,9 @@ def _sass(text: str) -> list[Instruction]:
         match = re.match(r"\s+/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)([^;]*);", line)
         if match:
             jump = re.search(r"0x([0-9a-f]+)", match[3]) if match[2].startswith("BRA") else None
-            code.append(Instruction(int(match[1], 16), match[2], int(jump[1], 16) if jump else None))
+            code.append(
+                Instruction(int(match[1], 16), match[2], int(jump[1], 16) if jump else None)
+            )
     return code
 
 

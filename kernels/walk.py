@@ -155,8 +155,8 @@ def _walk_kernel(
                 value = value_desc.load([block, slot, column]).reshape(BLOCK_N, BLOCK_D)
                 key = key.T
             else:
-                block = block.to(tl.int64)
-                slot = tl.cast(tile, tl.int64) * BLOCK_N
+                block = block.to(tl.uint32).to(tl.int64)
+                slot = tl.cast(tile, tl.uint32).to(tl.int64) * BLOCK_N
                 key_first = block * stride_key_block + slot * stride_key_slot
                 value_first = block * stride_value_block + slot * stride_value_slot
                 key_ptr = key_head_ptr + key_first + key_offset
@@ -183,7 +183,7 @@ def _walk_kernel(
             rows = (TAIL_START + offs_t).to(tl.int64)
             key_tail_ptr = key_head_ptr + rows[None, :] * stride_key_slot + offs_d[:, None]
             value_tail_ptr = value_head_ptr + rows[:, None] * stride_value_slot + offs_d[None, :]
-        for entry in tl.range(0, num_whole_blocks):
+        for entry in tl.range(0, num_whole_blocks, disallow_acc_multi_buffer=True):
             block = tl.load(table_ptr + tl.cast(entry, tl.int64) * stride_table_block)
             # Keys as [BLOCK_D, TAIL_N], values as [TAIL_N, BLOCK_D]
             if HAS_DESC:
@@ -366,7 +366,8 @@ def walk(
         TAIL_N=tiles.tail_n,
         REST_N=tiles.rest_n,
         HAS_DESC=descriptors,
-        COUNT_TILES=tiles.count_tiles,
+        # Always cheaper beside 64-bit addresses on sm_90.
+        COUNT_TILES=tiles.count_tiles or (arch >= 90 and not descriptors),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,
