@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -88,7 +89,7 @@ def compile_walk(arch: str, shape: Shape, *, descriptors: bool | None = None) ->
     Raises:
         RuntimeError: in a process where Triton interprets its kernels.
     """
-    launch = _attention("walk", arch, shape, {"descriptors": descriptors})
+    launch = launch_attention("walk", arch, shape, descriptors=descriptors)
     sizes = launch.constants
     tail_rows = shape.block_size % sizes["BLOCK_N"]
     full, tail = shape.block_size >= sizes["BLOCK_N"], tail_rows > 0
@@ -104,7 +105,7 @@ def compile_walk(arch: str, shape: Shape, *, descriptors: bool | None = None) ->
 
 def compile_gather(arch: str, shape: Shape, *, wide: bool = False) -> Row:
     """Compile the gather, with 64-bit offsets if ``wide``; the rest is as in `compile_walk`."""
-    launch = _attention("gather", arch, shape, {}, wide)
+    launch = launch_attention("gather", arch, shape, wide=wide)
     roles = ["full"] + ["rest"] * shape.every_path
     return row_of("gather64" if wide else "gather", arch, shape, launch, roles)
 
@@ -114,13 +115,60 @@ def compile_scatter(arch: str, shape: Shape) -> Row:
     return row_of("scatter", arch, shape, launch_scatter(arch, shape), [])
 
 
-def launch_scatter(arch: str, shape: Shape) -> Launch:
-    """The launch that `compile_scatter` reads; errors as `compile_walk`."""
+def launch_scatter(arch: str, shape: Shape, package: str = "chunkattn.kernels") -> Launch:
+    """The launch that `compile_scatter` reads; arguments and errors as `launch_attention`."""
     rows = _empty(shape.num_tokens, shape.num_kv_heads, shape.head_size, dtype=shape.dtype)
     pool = _pool(shape)
     slots = _empty(2 * shape.num_tokens, dtype=torch.int32)
-    kernel = importlib.import_module("chunkattn.kernels.scatter").scatter
-    return compile_launches(arch, kernel, rows, rows, rows, rows, pool, pool, slots)[0]
+    launch = importlib.import_module(f"{package}.scatter").scatter
+    return compile_launches(arch, launch, rows, rows, rows, rows, pool, pool, slots)[0]
+
+
+def launch_attention(
+    kernel: str,
+    arch: str,
+    shape: Shape,
+    *,
+    wide: bool = False,
+    package: str = "chunkattn.kernels",
+    **options: Any,
+) -> Launch:
+    """Compile one launch of the walk or of the gather.
+
+    Args:
+        kernel: ``"walk"`` or ``"gather"``.
+        arch: the target.
+        shape: of the call.
+        wide: over pools of more than 2**31 elements.
+        package: of the kernels.
+        options: further arguments of the launcher.
+
+    Raises:
+        RuntimeError: in a process where Triton interprets its kernels.
+    """
+    num_seqs = 3 if shape.every_path else 1
+    query = _empty(shape.num_tokens, shape.num_heads, shape.head_size, dtype=shape.dtype)
+    key_current = _empty(64, shape.num_kv_heads, shape.head_size, dtype=shape.dtype)
+    lse = _empty(shape.num_tokens, shape.num_heads, dtype=torch.float32)
+    starts = _empty(num_seqs + 1, dtype=torch.int32)
+    pool = _pool(shape, wide)
+    return compile_launches(
+        arch,
+        getattr(importlib.import_module(f"{package}.{kernel}"), kernel),
+        query=query,
+        key_pool=pool,
+        value_pool=pool,
+        block_table=_empty(num_seqs, 32, dtype=torch.int32),
+        seq_lens=_empty(num_seqs, dtype=torch.int32),
+        query_start_loc=starts,
+        key_current=key_current if shape.every_path else None,
+        value_current=key_current if shape.every_path else None,
+        current_start_loc=starts if shape.every_path else None,
+        out=query,
+        lse=lse if shape.every_path else None,
+        softmax_scale=shape.head_size**-0.5,
+        **options,
+    )[0]
 
 
 def compile_launches(
@@ -147,7 +195,8 @@ def compile_launches(
         launches.append(Launch(kwargs, compiled))
         return compiled
 
-    with _target(arch), mock.patch.object(JITFunction, "run", compile_only):
+    package, _, _ = launch.__module__.rpartition(".")
+    with _target(arch, package), mock.patch.object(JITFunction, "run", compile_only):
         launch(*args, **kwargs)
     if not launches:
         raise RuntimeError("Triton must compile, not interpret: unset TRITON_INTERPRET")
@@ -162,27 +211,28 @@ def jobs(archs: Sequence[str], presets: Sequence[str]) -> list[Callable[[], Row]
     from chunkattn import aot_vllm
     from chunkattn.kernels.tuning import GATHER_BELOW
 
+    # Models of one block size and one grouping of heads share their kernels.
     found: dict[Any, Callable[[], Row]] = {}
-    for arch in archs:
-        for shape in (shape_of(get_preset(name)) for name in presets):
-            small = dataclasses.replace(shape, block_size=16)  # vLLM's default
-            attention = {(compile_gather, small, wide): {"wide": wide} for wide in (False, True)}
-            if shape.block_size < GATHER_BELOW:
-                attention[compile_gather, shape, False] = {}
-            else:
-                attention[compile_walk, shape, True] = {}
-                if capability(arch) >= 90:
-                    attention[compile_walk, shape, False] = {"descriptors": False}
-            if aot_vllm.is_installed():
-                attention[aot_vllm.compile_vllm, shape, True] = {}
-            # Models of one block size and one grouping of heads share their attention kernels.
-            for (job, at, option), options in attention.items():
-                sizes = (at.block_size, at.head_size, at.num_heads // at.num_kv_heads)
-                found.setdefault(
-                    (job, arch, option, sizes), functools.partial(job, arch, at, **options)
-                )
-            sizes = (shape.block_size, shape.head_size, shape.num_kv_heads)
-            found.setdefault((arch, sizes), functools.partial(compile_scatter, arch, shape))
+
+    def add(job: Callable[..., Row], arch: str, shape: Shape, **options: bool) -> None:
+        group = shape.num_heads // shape.num_kv_heads
+        heads = shape.num_kv_heads if job is compile_scatter else group
+        key = (job, arch, shape.block_size, shape.head_size, heads, *options.items())
+        found.setdefault(key, functools.partial(job, arch, shape, **options))
+
+    for arch, preset in itertools.product(archs, presets):
+        shape = shape_of(get_preset(preset))
+        if shape.block_size < GATHER_BELOW:
+            add(compile_gather, arch, shape)
+        else:
+            add(compile_walk, arch, shape)
+            if capability(arch) >= 90:
+                add(compile_walk, arch, shape, descriptors=False)
+        for wide in (False, True):  # at vLLM's default block size
+            add(compile_gather, arch, dataclasses.replace(shape, block_size=16), wide=wide)
+        add(compile_scatter, arch, shape)
+        if aot_vllm.is_installed():
+            add(aot_vllm.compile_vllm, arch, shape)
     return list(found.values())
 
 
@@ -208,35 +258,6 @@ def versions() -> dict[str, str]:
     import triton
 
     return {"triton": triton.__version__, "torch": torch.__version__}
-
-
-def _attention(
-    name: str, arch: str, shape: Shape, options: dict[str, Any], wide: bool = False
-) -> Launch:
-    module = importlib.import_module(f"chunkattn.kernels.{name}")
-    num_seqs = 3 if shape.every_path else 1
-    query = _empty(shape.num_tokens, shape.num_heads, shape.head_size, dtype=shape.dtype)
-    key_current = _empty(64, shape.num_kv_heads, shape.head_size, dtype=shape.dtype)
-    lse = _empty(shape.num_tokens, shape.num_heads, dtype=torch.float32)
-    starts = _empty(num_seqs + 1, dtype=torch.int32)
-    pool = _pool(shape, wide)
-    return compile_launches(
-        arch,
-        getattr(module, name),
-        query=query,
-        key_pool=pool,
-        value_pool=pool,
-        block_table=_empty(num_seqs, 32, dtype=torch.int32),
-        seq_lens=_empty(num_seqs, dtype=torch.int32),
-        query_start_loc=starts,
-        key_current=key_current if shape.every_path else None,
-        value_current=key_current if shape.every_path else None,
-        current_start_loc=starts if shape.every_path else None,
-        out=query,
-        lse=lse if shape.every_path else None,
-        softmax_scale=shape.head_size**-0.5,
-        **options,
-    )[0]
 
 
 def _empty(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -295,15 +316,15 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def _target(arch: str) -> Iterator[None]:
-    """Let Triton and the launchers believe that they run on another GPU."""
+def _target(arch: str, package: str) -> Iterator[None]:
+    """Let Triton and the launchers of a package believe that they run on another GPU."""
     from triton.runtime import driver
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(driver, "_active", _Driver(arch)))
         for name, module in list(sys.modules.items()):
-            if name.startswith("chunkattn.kernels.") and hasattr(module, "arch_of"):
+            if name.startswith(f"{package}.") and hasattr(module, "arch_of"):
                 patches.enter_context(
-                    mock.patch.object(module, "arch_of", lambda device: capability(arch))
+                    mock.patch.object(module, "arch_of", return_value=capability(arch))
                 )
         yield

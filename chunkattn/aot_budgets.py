@@ -122,18 +122,21 @@ def _compile(kernel: str, arch: str, block_size: int, every_path: bool) -> tuple
 
 
 def _reached(budget: Budget, rows: Mapping[tuple[str, str, int, bool], Any]) -> float:
+    row: Row
     row, narrow_accesses = rows[budget.compilation]
     loops = {loop.role: loop for loop in reversed(row.loops)}
     match budget.what:
         case "full" | "tail":
             return loops[budget.what].instructions
-        case "mma" | "tma":
-            return getattr(loops["full"], budget.what)
+        case "mma":
+            return loops["full"].mma
+        case "tma":
+            return loops["full"].tma
         case "stack":
             return row.stack_bytes
         case "padding":
             return row.padding_waste
         case "narrow accesses":
-            return narrow_accesses
+            return float(narrow_accesses)
     theirs = rows[aot_vllm.KERNEL, budget.arch, budget.block_size, budget.every_path]
     return aot_vllm.issue_slots_per_score(row) / aot_vllm.issue_slots_per_score(theirs)

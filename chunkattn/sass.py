@@ -115,7 +115,8 @@ def _sass(text: str) -> list[Instruction]:
 
 def _amdgcn(text: str) -> list[Instruction]:
     """Addresses are counts of instructions: the assembler has not run yet."""
-    lines, labels = [], {}
+    lines: list[tuple[str, re.Match[str] | None]] = []
+    labels: dict[str, int] = {}
     for line in text.splitlines():
         if label := re.match(r"(\.LBB\w+):", line):
             labels[label[1]] = len(lines)
