@@ -60,13 +60,14 @@ _LOOPS: dict[tuple[str, str, int], tuple[int | None, ...]] = {
     ("gather64", "sm_90", 16): (655, None, 0, 16, 0),
 }
 _PADDING = {880: 0.019, 1560: 0.006, 3600: 0.003}
+_PATHS = (False, True)
 _WHAT = ("full", "tail", "stack", "mma", "tma")
 
 BUDGETS = (
     *(
         Budget(*compilation, every_path, what, most)
         for compilation, limits in _LOOPS.items()
-        for every_path in (False, True)
+        for every_path in _PATHS
         for what, most in zip(_WHAT, limits, strict=True)
         if most is not None
     ),
@@ -79,9 +80,26 @@ BUDGETS = (
     Budget("walk", "sm_90", 880, False, "slots / vLLM's", 1 / 9),
 )
 
-# What is missed with a version of Triton, as it came out: (kernel, arch, tokens of a block, with
-# every path, what).
-RECORDED: dict[str, dict[tuple[str, str, int, bool, str], float]] = {}
+# What is missed with a version of Triton, as it came out; 3.7.1, which is pinned, and 3.8.0 meet
+# every budget. 3.9.0 makes about 20 more instructions of each loop on sm_90, and fewer on sm_100.
+RECORDED: dict[str, dict[tuple[str, str, int, bool, str], float]] = {
+    "3.6.0": {
+        ("walk", "sm_100", 880, every_path, what): reached
+        for every_path in _PATHS
+        for what, reached in (("full", 528), ("tail", 536))
+    },
+    "3.9.0": {
+        (kernel, "sm_90", block_size, every_path, what): reached
+        for every_path in _PATHS
+        for kernel, block_size, what, reached in (
+            ("walk", 880, "full", 523),
+            ("walk", 880, "tail", 500),
+            ("walk", 1560, "full", 523),
+            ("walk", 1560, "tail", 282),
+            ("walk_pointers", 880, "full", 558),
+        )
+    },
+}
 
 
 def jobs() -> dict[tuple[str, str, int, bool], Callable[[], Any]]:

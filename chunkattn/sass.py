@@ -49,8 +49,8 @@ def resources(compiled: Any) -> tuple[int, int, int]:
 def instructions(compiled: Any) -> list[Instruction]:
     """The code of a kernel."""
     if "amdgcn" in compiled.asm:
-        return _amdgcn(compiled.asm["amdgcn"])
-    return _sass(_cuobjdump("-sass", compiled))
+        return parse_amdgcn(compiled.asm["amdgcn"])
+    return parse_sass(_cuobjdump("-sass", compiled))
 
 
 def loops(code: Sequence[Instruction], roles: Sequence[str]) -> list[Loop]:
@@ -101,7 +101,8 @@ def accesses(code: Sequence[Instruction]) -> tuple[int, int, int, int]:
     )
 
 
-def _sass(text: str) -> list[Instruction]:
+def parse_sass(text: str) -> list[Instruction]:
+    """The code that ``cuobjdump -sass`` prints."""
     code = []
     for line in text.splitlines():
         match = re.match(r"\s+/\*([0-9a-f]{4,6})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)([^;]*);", line)
@@ -113,8 +114,8 @@ def _sass(text: str) -> list[Instruction]:
     return code
 
 
-def _amdgcn(text: str) -> list[Instruction]:
-    """Addresses are counts of instructions: the assembler has not run yet."""
+def parse_amdgcn(text: str) -> list[Instruction]:
+    """The code of AMD's assembly text. Addresses count instructions: it is not assembled yet."""
     lines: list[tuple[str, re.Match[str] | None]] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
