@@ -101,7 +101,7 @@ def test_budgets(results, budget):
 
 
 def test_every_budget_of_the_kernels_is_there():
-    assert len(set(BUDGETS)) == len(BUDGETS) == 85
+    assert len(set(BUDGETS)) == len(BUDGETS) == 78
     most = {budget[:5]: budget.most for budget in BUDGETS}
     for every_path in (False, True):
         assert most["walk", "sm_90", 880, every_path, "full"] == 505
