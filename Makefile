@@ -1,7 +1,7 @@
 # `make` lists the targets. Needs Python 3.11 or newer and make; everything else is set up in .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: aot bench clean demo distclean help lint lock setup test
+.PHONY: aot bench clean demo distclean help lint lock mutants setup test
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -33,7 +33,9 @@ help:
 	@echo "make test    run the tests"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   time the attention kernels"
-	@echo "make aot     compile the kernels for other GPUs and print their registers"
+	@echo "make aot     compile the kernels for other GPUs and count; TRITON=3.9.0 compares the counts"
+	@echo "             of that version of Triton with the budgets"
+	@echo "make mutants plant the faults that the tests must find, print which check found each"
 	@echo "make setup   only set up $(VENV) (the targets above do it themselves)"
 	@echo "make lock    rewrite $(LOCK) from what is installed"
 	@echo "make clean   remove what was built and written; make distclean removes $(VENV) too"
@@ -55,8 +57,22 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python bench/bench_attention.py $(ARGS)
 
+ifdef TRITON
+aot: $(VENV)/triton-$(TRITON)/.installed
+	PYTHONPATH=$(abspath $(<D)) $(BIN)/chunkattn aot --budgets $(ARGS)
+else
 aot: $(STAMP)
 	$(BIN)/chunkattn aot $(ARGS)
+endif
+
+# One package in a folder of its own, found before the one in $(VENV).
+$(VENV)/triton-%/.installed: | $(STAMP)
+	rm -rf $(@D)
+	$(PIP) install -q --no-deps --target $(@D) triton==$*
+	@touch $@
+
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py $(JOBS) $(ARGS)
 
 setup: $(STAMP)
 

@@ -1,19 +1,19 @@
 """The command line: ``chunkattn demo`` and ``chunkattn aot``."""
 
 import argparse
-import dataclasses
 import importlib.util
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from chunkattn.presets import PRESETS
 
 AOT_ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
-AOT_PRESETS = ("dreamzero_14b", "lingbot_world_v2")
 DEMO_PACKAGES = ("vllm", "vllm_omni", "matplotlib", "rich")
 DEMO_SIZE: dict[str, Any] = {"layers": 2, "grid": (22, 40)}
 DEMO_SIZE_INTERPRETED: dict[str, Any] = {"layers": 1, "grid": (4, 6)}
@@ -91,7 +91,8 @@ def _add_aot(commands: Any) -> None:
         help="compile the kernels for GPUs that need not be there, and count",
         description=(
             "Compile every kernel for other machines' GPUs and print registers, stack, shared "
-            "memory and the instructions of each loop with matrix instructions. Needs no GPU."
+            "memory and the instructions of each loop with matrix instructions; beside them vLLM's "
+            "Triton attention, where vLLM is installed. Needs no GPU."
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -100,9 +101,14 @@ def _add_aot(commands: Any) -> None:
         "--preset",
         nargs="+",
         choices=sorted(PRESETS),
-        default=list(AOT_PRESETS),
+        default=sorted(PRESETS),
         metavar="NAME",
         help="models whose shapes to compile",
+    )
+    parser.add_argument(
+        "--budgets",
+        action="store_true",
+        help="compile what has a budget and compare; the exit status is 1 when one is missed",
     )
     parser.add_argument("--json", action="store_true", help="print rows as JSON, not a table")
     parser.set_defaults(run=_aot)
@@ -122,43 +128,38 @@ def _aot(args: argparse.Namespace) -> int:
             f"`--arch` must be of {', '.join(AOT_ARCHS)}, got {', '.join(wrong)}", file=sys.stderr
         )
         return 2
-    os.environ.pop(
-        "TRITON_INTERPRET", None
-    )  # read when triton is imported: compile, do not interpret
+    # Both are read at import: Triton is to compile, not to interpret, and vLLM logs a lot.
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
     from rich.console import Console
     from rich.progress import track
-    from rich.table import Table
 
-    from chunkattn import aot
+    from chunkattn import aot, aot_budgets, aot_report
 
-    jobs = aot.jobs(args.arch, args.preset)
-    rows = [
-        dataclasses.asdict(job())
-        for job in track(jobs, "compiling", console=Console(stderr=True), transient=True)
-    ]
-    if args.json:
-        print(json.dumps(rows, indent=2))
-        return 0
-    table = Table(
-        title="instructions a warp of each loop; "
-        + ", ".join(map(" ".join, aot.versions().items()))
-    )
-    for heading in ("kernel", "arch", "block", "tile", "regs", "stack", "full", "tail", "rest"):
-        table.add_column(heading, justify="left" if heading in ("kernel", "arch") else "right")
-    for row in rows:
-        loops = {loop["role"]: str(loop["instructions"]) for loop in row["loops"]}
-        table.add_row(
-            row["kernel"],
-            row["arch"],
-            str(row["block_size"]),
-            f"{row['block_m']}x{row['block_n']}",
-            str(row["registers"]),
-            str(row["stack_bytes"]),
-            *(loops.get(role, "") for role in ("full", "tail", "rest")),
-        )
-    Console().print(table)
+    def compile_all(jobs: Sequence[Any]) -> list[Any]:
+        """In processes of their own, which have not imported vLLM without Triton."""
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(mp_context=context) as pool:
+            done = track(
+                pool.map(_call, jobs),
+                "compiling",
+                total=len(jobs),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            return list(done)
+
+    if args.budgets:
+        jobs = aot_budgets.jobs()
+        rows = dict(zip(jobs, compile_all(list(jobs.values())), strict=True))
+        return aot_report.print_budgets(aot_budgets.results(rows), args.json)
+    aot_report.print_rows(compile_all(aot.jobs(args.arch, args.preset)), args.json)
     return 0
+
+
+def _call(job: Any) -> Any:
+    return job()
 
 
 def _positive(text: str) -> int:

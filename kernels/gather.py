@@ -171,8 +171,8 @@ def _gather_kernel(
                 whole = seq_len // BLOCK_SIZE * BLOCK_SIZE
                 stop = tl.minimum(start + entries.to(tl.int32) * BLOCK_SIZE, whole)
         # A product and no difference, or the compiler does not see that tiles start at multiples.
-        num_tiles = ((stop - start).to(tl.int64) // BLOCK_N).to(tl.int32)
-        for i in tl.range(0, num_tiles):
+        rest = start + ((stop - start).to(tl.int64) // BLOCK_N * BLOCK_N).to(tl.int32)
+        for first in tl.range(start, rest, BLOCK_N):
             key, value, tile_scale, bias = _gather_rows(
                 key_head_ptr,
                 value_head_ptr,
@@ -188,7 +188,7 @@ def _gather_kernel(
                 stride_value_scale,
                 stride_bias,
                 scale_log2,
-                start + i * BLOCK_N + offs_n,
+                first + offs_n,
                 mask_d,
                 offs_d,
                 query.dtype,
@@ -212,7 +212,6 @@ def _gather_kernel(
                 False,
                 PRECISION,
             )
-        rest = start + num_tiles * BLOCK_N
         if rest < stop:
             mask_n = rest + offs_n < stop
             # A row that is not there looks the last one up: nothing past the table is read.

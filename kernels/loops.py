@@ -57,9 +57,12 @@ def attend_blocks(
         rows = (FIRST_ROW + offs_n).to(tl.int64)
         key_offset = rows[None, :] * stride_key.slot + offs_d[:, None]
         value_offset = rows[:, None] * stride_value.slot + offs_d[None, :]
+        key_step = tl.cast(stride_key.slot, tl.int64) * BLOCK_N
+        value_step = tl.cast(stride_value.slot, tl.int64) * BLOCK_N
     entry = first_tile // TILES
     tile = first_tile % TILES
-    for i in tl.range(first_tile, last_tile):
+    # A second accumulator would cost the tail, which runs once a block, more than it hides.
+    for i in tl.range(first_tile, last_tile, disallow_acc_multi_buffer=MASKED):
         if not COUNT_TILES:
             entry = i // TILES
             tile = i % TILES
@@ -71,10 +74,11 @@ def attend_blocks(
             key = key_desc.load(first).reshape(BLOCK_N, BLOCK_D).T
             value = value_desc.load(first).reshape(BLOCK_N, BLOCK_D)
         else:
-            block = block.to(tl.int64)
-            slot = tl.cast(tile, tl.int64) * BLOCK_N
-            key_first = block * stride_key.block + slot * stride_key.slot
-            value_first = block * stride_value.block + slot * stride_value.slot
+            # Neither is negative, which saves the sign.
+            block = block.to(tl.uint32).to(tl.int64)
+            wide_tile = tl.cast(tile, tl.uint32).to(tl.int64)
+            key_first = block * stride_key.block + wide_tile * key_step
+            value_first = block * stride_value.block + wide_tile * value_step
             key_tile = key_ptr + key_first + key_offset
             value_tile = value_ptr + value_first + value_offset
             if MASKED or BLOCK_D != HEAD_SIZE:

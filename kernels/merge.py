@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .arguments import AttentionArguments, RowStrides, strides
 from .launch import batch_of
-from .primitives import store_tile, tile_rows
+from .primitives import store_tile, tile_rows, times
 from .split import locate_tile, units_per_block
 from .tuning import WalkTiles, padded_head_size
 
@@ -24,7 +24,7 @@ from .tuning import WalkTiles, padded_head_size
 @triton.jit
 def record_offsets(record, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """Offsets of a record's acc, row_max and row_sum in the workspace."""
-    offs_m = tl.arange(0, BLOCK_M)
+    offs_m = tl.arange(0, BLOCK_M).to(tl.int64)
     first = record.to(tl.int64) * (BLOCK_M * (BLOCK_D + 2))
     acc = first + offs_m[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     row_max = first + BLOCK_M * BLOCK_D + offs_m
@@ -93,7 +93,7 @@ def _merge_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     for program in tl.range(first_program, last_program + 1):
         # A program whose share begins before this tile met another one first.
-        record = 2 * program + (tl.cast(program, tl.int64) * share < first_unit).to(tl.int32)
+        record = times(program, 2) + (tl.cast(program, tl.int64) * share < first_unit).to(tl.int32)
         acc_offset, max_offset, sum_offset = record_offsets(record, BLOCK_M, BLOCK_D)
         acc, row_max, row_sum = combine(
             acc,

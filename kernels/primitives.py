@@ -54,11 +54,9 @@ def softmax_step(
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         p = tl.math.exp2(scores - new_max[:, None])
     alpha = tl.math.exp2(row_max - new_max)
+    acc = acc * (alpha * acc_scale if HAS_ACC_SCALE else alpha)[:, None]
+    acc = tl.dot(p.to(query.dtype), value.to(query.dtype), acc, input_precision=PRECISION)
     row_sum = row_sum * alpha + tl.sum(p, 1)
-    if HAS_ACC_SCALE:
-        alpha *= acc_scale
-    value = value.to(query.dtype)
-    acc = tl.dot(p.to(query.dtype), value, acc * alpha[:, None], input_precision=PRECISION)
     return acc, new_max, row_sum
 
 
@@ -76,6 +74,12 @@ def load_query(
         mask=mask_m[:, None] & (offs_d < HEAD_SIZE)[None, :],
         other=0.0,
     )
+
+
+@triton.jit
+def times(count, n):
+    """A product of counts, made in 64 bits: addresses are computed from it."""
+    return (tl.cast(count, tl.int64) * n).to(tl.int32)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ same call gives the same bits, and a launch does not change as the window moves.
 import triton
 import triton.language as tl
 
-from .primitives import rows_of
+from .primitives import rows_of, times
 from .tuning import WalkTiles
 
 _UNIT = 16
@@ -39,12 +39,12 @@ def work_of_sequence(
 ):
     """Tiles of one head, and units of one of them; a tile without a key has one unit too."""
     num_tokens = rows_of(batch.query_start_loc_ptr, seq)
-    num_tiles = tl.cdiv(num_tokens * QUERIES_PER_KV, BLOCK_M)
+    num_tiles = tl.cdiv(times(num_tokens, QUERIES_PER_KV), BLOCK_M)
     seq_len = tl.load(batch.seq_lens_ptr + seq).to(tl.int32)
     num_rest = tl.cdiv(seq_len % BLOCK_SIZE, REST_N)
     if batch.current_start_loc_ptr is not None:
         num_rest += tl.cdiv(rows_of(batch.current_start_loc_ptr, seq), REST_N)
-    num_units = seq_len // BLOCK_SIZE * UNITS_PER_BLOCK + num_rest * (REST_N // UNIT)
+    num_units = times(seq_len // BLOCK_SIZE, UNITS_PER_BLOCK) + times(num_rest, REST_N // UNIT)
     return num_tiles, tl.maximum(num_units, 1)
 
 
@@ -108,7 +108,7 @@ def locate_tile(
             UNITS_PER_BLOCK,
             REST_N,
         )
-        count = num_tiles * batch.num_kv_heads
+        count = times(num_tiles, batch.num_kv_heads)
         inside = index - first_tile
         first_unit += tl.minimum(tl.maximum(inside, 0), count).to(tl.int64) * num_units
         if (inside >= 0) & (inside < count):

@@ -28,6 +28,7 @@ from .primitives import (
     store_tile,
     tile_of_program,
     tile_rows,
+    times,
 )
 from .split import UNIT, items_between, locate_tile, share_of_program, units_per_block
 from .tuning import split_programs, walk_tiles
@@ -139,8 +140,8 @@ def _walk_kernel(
                     entries = tl.load(segment_blocks_ptr + seq * (NUM_SEGMENTS - 1) + segment)
                     next_entry = tl.minimum(first_entry + entries.to(tl.int32), num_whole_blocks)
             if FULL_ROWS > 0:
-                start = first_entry * TILES_PER_BLOCK
-                stop = next_entry * TILES_PER_BLOCK
+                start = times(first_entry, TILES_PER_BLOCK)
+                stop = times(next_entry, TILES_PER_BLOCK)
                 if SPLIT:
                     start, stop = items_between(first, last, 0, start, stop, BLOCK_N)
                 acc, row_max, row_sum, acc_unit = attend_blocks(
@@ -180,7 +181,7 @@ def _walk_kernel(
                 start = first_entry
                 stop = next_entry
                 if SPLIT:
-                    base = num_whole_blocks * (FULL_ROWS // UNIT)
+                    base = times(num_whole_blocks, FULL_ROWS // UNIT)
                     start, stop = items_between(first, last, base, start, stop, TAIL_N)
                 acc, row_max, row_sum, acc_unit = attend_blocks(
                     query,
@@ -220,8 +221,8 @@ def _walk_kernel(
         start = 0
         stop = tl.cdiv(num_last_rows, REST_N)
         if SPLIT:
-            base = num_whole_blocks * UNITS_PER_BLOCK
-            current_base = base + stop * (REST_N // UNIT)
+            base = times(num_whole_blocks, UNITS_PER_BLOCK)
+            current_base = base + times(stop, REST_N // UNIT)
             start, stop = items_between(first, last, base, start, stop, REST_N)
         # Past the table's end when the last block is full: then nothing may be read there.
         last_block = tl.load(
@@ -253,8 +254,8 @@ def _walk_kernel(
             value_head_ptr + last_block * stride_value.block,
             stride_key.slot,
             stride_value.slot,
-            start * REST_N,
-            tl.minimum(stop * REST_N, num_last_rows),
+            times(start, REST_N),
+            tl.minimum(times(stop, REST_N), num_last_rows),
             rest_scale,
             bias,
             offs_d,
@@ -281,8 +282,8 @@ def _walk_kernel(
                 row_ptr(value_current_ptr, stride_value_current, first_row, kv_head),
                 stride_key_current.token,
                 stride_value_current.token,
-                start * REST_N,
-                tl.minimum(stop * REST_N, num_current),
+                times(start, REST_N),
+                tl.minimum(times(stop, REST_N), num_current),
                 scale_log2,
                 0.0,
                 offs_d,
@@ -296,7 +297,7 @@ def _walk_kernel(
         )
         if SPLIT:
             if (first > 0) | (last < num_units):  # other programs see the rest of the keys
-                record = 2 * tl.program_id(0) + tl.minimum(tl.cast(piece, tl.int32), 1)
+                record = times(tl.program_id(0), 2) + tl.minimum(tl.cast(piece, tl.int32), 1)
                 store_record(workspace_ptr, record, acc, row_max, row_sum, BLOCK_M, BLOCK_D)
                 mask_m = mask_m & False
         store_tile(
@@ -357,7 +358,8 @@ def walk(
         BLOCK_N=tiles.block_n,
         TAIL_N=tiles.tail_n,
         UNITS_PER_BLOCK=units_per_block(block_size, tiles),
-        COUNT_TILES=tiles.count_tiles,
+        # Always cheaper beside 64-bit addresses on sm_90.
+        COUNT_TILES=tiles.count_tiles or (arch >= 90 and not descriptors),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,

@@ -28,22 +28,22 @@ pytestmark = pytest.mark.skipif(
 
 
 def main() -> None:
-    from chunkattn import aot
+    from chunkattn import sass
+    from chunkattn.aot_launch import Shape, launch
 
     result = {}
     for arch, shape, fp8 in (
         *((arch, shape, False) for arch in GPUS for shape in SHAPES),
         ("sm_90", "all", True),
     ):
-        code = aot.fused_code(arch, *SHAPES[shape], fp8=fp8)
-        opcodes = re.findall(
-            r"^\s+/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+ )?((?:LDG|STG|LDL|STL|LDS|STS)[A-Z0-9_.]*)",
-            aot._cuobjdump("-sass", code),
-            re.MULTILINE,
-        )
-        registers, stack, shared = aot._resources(code)
+        block_size, heads, head_size = SHAPES[shape]
+        call = Shape(block_size, head_size, num_heads=heads, num_kv_heads=heads, fp8=fp8)
+        compiled = launch("fused", arch, call)[0].compiled
+        memory = re.compile(r"(LDG|STG|LDL|STL|LDS|STS)\b")
+        opcodes = [code.opcode for code in sass.instructions(compiled) if memory.match(code.opcode)]
+        registers, stack, shared = sass.resources(compiled)
         result[f"{arch} {shape}{' fp8' * fp8}"] = {
-            "ttir": code.asm["ttir"],
+            "ttir": compiled.asm["ttir"],
             "opcodes": collections.Counter(opcodes),
             "registers": registers,
             "stack": stack,

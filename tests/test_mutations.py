@@ -241,7 +241,7 @@ WALK_FAULTS = {
     "last tile dropped": ("num_whole_blocks * TILES_PER_BLOCK)", "num_whole_blocks - 1)"),
     "first block read again": ("entry = i //", "entry = 0 * i //"),
     "first tile of a block read again": ("tile = i %", "tile = 0 * i %"),
-    "first tail dropped": ("tl.range(0, num_whole_blocks):", "tl.range(1, num_whole_blocks):"),
+    "first tail dropped": ("tl.range(0, num_whole_blocks, d", "tl.range(1, num_whole_blocks, d"),
     "tail of the wrong block": (
         "for entry in tl.range(0, n",
         "entry = 0\n        for _ in tl.range(0, n",
