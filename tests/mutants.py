@@ -47,7 +47,7 @@ LISTED = {
         "test_mutations.py::test_error_rule_finds[the scale 1% off",
     ),
     "a 32-bit address": (
-        "walk.py, gather.py, scatter.py",
+        "loops.py, gather.py, scatter.py",
         "test_compile_only.py::test_missing_casts_are_found",
     ),
     "V not masked": (
@@ -86,9 +86,9 @@ def main(*arguments: str) -> int:
         (fault, where, name.partition("[")[0].replace("::", " "), outcomes.of(name))
         for fault, (where, name) in LISTED.items()
     ]
-    for check, (file, faults) in FAULTS.items():
+    for group, (file, check, faults) in FAULTS.items():
         for fault in faults:
-            found = outcomes.of(f"{KERNEL_TEST}[{check}-{fault}]")
+            found = outcomes.of(f"{KERNEL_TEST}[{group}-{fault}]")
             rows.append((fault, file, f"cases of {check}", found))
     table = Table("mutation", "planted in", "by", "caught", title="mutations")
     for fault, where, check, found in rows:

@@ -74,20 +74,20 @@ def attend_with(change: Callable) -> Callable:
     """The torch backend, given a changed table, lengths or scale."""
     attend = torch_backend.attend
 
-    def changed(query, key_pool, value_pool, table, seq_lens, *rest):
-        *rest, scale = rest
-        table, seq_lens, scale = change(table, seq_lens, scale, key_pool.shape[1])
-        attend(query, key_pool, value_pool, table, seq_lens, *rest, scale)
+    def changed(inputs):
+        table, seq_lens, scale = change(
+            inputs.block_table, inputs.seq_lens, inputs.softmax_scale, inputs.key_pool.shape[1]
+        )
+        attend(inputs._replace(block_table=table, seq_lens=seq_lens, softmax_scale=scale))
 
     return changed
 
 
-def unmasked_value(query, key_pool, value_pool, table, seq_lens, *rest):
+def unmasked_value(inputs):
     """Weights of dead rows are 0, but their values are multiplied all the same."""
-    torch_backend_attend(query, key_pool, value_pool, table, seq_lens, *rest)
-    out = rest[4]
-    last = int(seq_lens[0]) // key_pool.shape[1]
-    out += 0 * value_pool[table[0, last]].sum()
+    torch_backend_attend(inputs)
+    last = int(inputs.seq_lens[0]) // inputs.key_pool.shape[1]
+    inputs.out.add_(0 * inputs.value_pool[inputs.block_table[0, last]].sum())
 
 
 torch_backend_attend = torch_backend.attend
@@ -153,13 +153,13 @@ def test_poison_finds_values_not_masked(monkeypatch):
 
 
 def test_writes_beside_out_and_into_pools_are_found(monkeypatch):
-    def too_much(*arguments):
-        torch_backend_attend(*arguments)
-        arguments[9].as_strided((1,), (1,), 0).zero_()
+    def too_much(inputs):
+        torch_backend_attend(inputs)
+        inputs.out.as_strided((1,), (1,), 0).zero_()
 
-    def into_pool(*arguments):
-        torch_backend_attend(*arguments)
-        arguments[2][0, 0, 0, 0] = 1.0
+    def into_pool(inputs):
+        torch_backend_attend(inputs)
+        inputs.value_pool[0, 0, 0, 0] = 1.0
 
     case = make_case(seq_lens=[33], query_lens=[5])
     for fault, message in ((too_much, "beside `out`"), (into_pool, "the pools changed")):
@@ -206,16 +206,71 @@ def check_small_cases(dtypes: Sequence[torch.dtype], block_size: int) -> None:
             check_attention(case, "triton")
 
 
+@functools.cache
+def case_of_everything(block_size: int) -> AttentionCase:
+    """Segments, scales and biases of blocks."""
+    return make_case(
+        seq_lens=[4 * block_size + 5],
+        query_lens=[5],
+        current_lens=[3],
+        block_size=block_size,
+        head_size=32,
+        num_heads=4,
+        num_kv_heads=2,
+        segment_blocks=[[1, 2]],
+        fp8=True,
+        biased=True,
+        device=TRITON_DEVICE,
+    )
+
+
 def run_check(check: str, monkeypatch: pytest.MonkeyPatch, kernels: ops.Kernels) -> None:
     """The check of that name of the kernels in force."""
-    if check == "scatter":
-        check_writes()
+    if check in ("scatter", "writes of fp8"):
+        check_writes() if check == "scatter" else check_fp8_writes()
+    elif check in ("segments", "segments of small blocks"):
+        check_attention(case_of_everything(84 if check == "segments" else 12), "triton")
     elif check == "walk with descriptors":
         launch = functools.partial(kernels.walk.walk, descriptors=True)
         monkeypatch.setattr(kernels.walk, "walk", launch)
         check_small_cases([torch.float16], 84)
+    elif check == "split walk":
+        launch = functools.partial(kernels.walk.walk, num_programs=5)
+        monkeypatch.setattr(kernels.walk, "walk", launch)
+        for case in small_cases(torch.float32, 84)[1:3]:
+            check_attention(case, "triton")
     else:
         check_small_cases([torch.float32, torch.float16], 12 if check == "gather" else 84)
+
+
+def check_fp8_writes() -> None:
+    """Two blocks are opened, one is added to; K and V differ, some rows are extra rows."""
+    pools = make_pools(4, 4, 2, 8, dtype=torch.float8_e4m3fn, device=TRITON_DEVICE)
+    rows = torch.randn(2, 9, 2, 8)
+    rows[:, 8] *= 900
+    rows[:, 7] *= 5
+    rows[0, 1, 0, 3], rows[1, 2, 1, 2] = math.nan, -math.inf
+    key, value = rows.to(TRITON_DEVICE)
+    slots = torch.tensor([8, 9, 10, -1, 1, 0, 15, 2, 6], device=TRITON_DEVICE)
+    before = torch.rand(2, 4, 2) + 0.1
+    scales = before.clone().to(TRITON_DEVICE)
+    extra = (key[:6], value[:6], key[6:], value[6:])
+    lens = torch.zeros(1, dtype=torch.int32, device=TRITON_DEVICE)
+    starts = torch.tensor([0, 6], dtype=torch.int32, device=TRITON_DEVICE)
+    out = torch.zeros(6, 2, 8, device=TRITON_DEVICE)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=TRITON_DEVICE)
+    attention = (table, lens, starts, out, 0.3, "triton")
+    ops.write_attend(out, *extra, *pools[:2], slots, *attention, *scales)
+    for new, scale, old, pool in zip(rows, scales.cpu(), before, pools, strict=False):
+        size = torch.where(new.abs() < math.inf, new.abs(), 0.0).amax(-1)
+        expected = old.clone()
+        expected[0], expected[2] = size[[4, 5, 7]].amax(0) / 448, size[:3].amax(0) / 448
+        torch.testing.assert_close(scale, expected, rtol=1e-6, atol=0)
+        for row, slot in zip(new, slots.tolist(), strict=True):
+            if slot >= 0:
+                wanted = (row / scale[slot // 4, :, None]).clamp(-448, 448).to(pool.dtype)
+                got = pool[slot // 4, slot % 4].float().cpu()
+                torch.testing.assert_close(got, wanted.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def check_writes() -> None:
@@ -237,84 +292,101 @@ def check_writes() -> None:
 
 
 WALK_FAULTS = {
-    "first tile dropped": ("tl.range(0, num_whole_blocks * T", "tl.range(1, num_whole_blocks * T"),
-    "last tile dropped": ("num_whole_blocks * TILES_PER_BLOCK)", "num_whole_blocks - 1)"),
+    "first tail dropped": (
+        "                start = first_entry\n",
+        "                start = first_entry + 1\n",
+    ),
+    "last tail dropped": (
+        "                stop = next_entry\n",
+        "                stop = next_entry - 1\n",
+    ),
+    "last block wrong": ("tl.cast(num_whole_blocks, tl.int64) * s", "0 * s"),
+    "rest dropped": ("times(stop, REST_N), num_last_rows)", "times(stop, REST_N), 0)"),
+    "current rows dropped": ("if key_current_ptr is not None:", "if False:"),
+    "current rows from the first": (
+        "tl.load(batch.current_start_loc_ptr + seq)",
+        "tl.load(batch.current_start_loc_ptr)",
+    ),
+    "first head of K for all": (
+        "key_pool_ptr + kv_head.to(tl.int64) * stride_key.head",
+        "key_pool_ptr + 0 * stride_key.head",
+    ),
+    "first head of V for all": (
+        "value_pool_ptr + kv_head.to(tl.int64) * stride_value.head",
+        "value_pool_ptr + 0 * stride_value.head",
+    ),
+    "table of the first sequence for all": (
+        "tl.cast(seq, tl.int64) * stride_table.seq",
+        "0 * stride_table.seq",
+    ),
+}
+LOOP_FAULTS = {
+    "first tile dropped": ("tl.range(first_tile, l", "tl.range(first_tile + 1, l"),
+    "last tile dropped": ("last_tile, disallow", "last_tile - 1, disallow"),
     "first block read again": ("entry = i //", "entry = 0 * i //"),
     "first tile of a block read again": ("tile = i %", "tile = 0 * i %"),
-    "first tail dropped": ("tl.range(0, num_whole_blocks, d", "tl.range(1, num_whole_blocks, d"),
-    "tail of the wrong block": (
-        "for entry in tl.range(0, n",
-        "entry = 0\n        for _ in tl.range(0, n",
+    "tail from the start of its block": ("rows = (FIRST_ROW + offs_n)", "rows = offs_n"),
+    "tail not masked": ("mask_n,\n            MASKED,", "mask_n,\n            False,"),
+    "tail one row short": ("offs_n < NUM_ROWS", "offs_n < NUM_ROWS - 1"),
+    "V not masked in the tail": (
+        "tl.load(value_tile, mask=mask_n[:, None] & mask_d[None, :]",
+        "tl.load(value_tile, mask=mask_d[None, :]",
     ),
-    "tail not masked": ("scale_log2, mask_t, True", "scale_log2, mask_t, False"),
-    "tail one row short": ("offs_t < TAIL_ROWS", "offs_t < TAIL_ROWS - 1"),
-    "V not masked in the tail": ("mask=mask_t[:, None] & mask_d[None, :]", "mask=mask_d[None, :]"),
-    "last block wrong": ("tl.cast(num_whole_blocks, tl.int64)", "0"),
-    "first head of K and V for all": (
-        "key_pool_ptr + kv_head.to(tl.int64) * stride_key_head",
-        "key_pool_ptr + 0 * stride_key_head",
+    "last row dropped": ("rows < last_row", "rows < last_row - 1"),
+    "one row too many": ("rows < last_row", "rows < last_row + 1"),
+    "V not masked": (
+        "stride_value_row + offs_d[None, :],\n            mask=mask_n[:, None] & mask_d[None, :]",
+        "stride_value_row + offs_d[None, :],\n            mask=mask_d[None, :]",
     ),
-    "rows read from the wrong head": ("head * stride_query_head", "0 * stride_query_head"),
-    "rows written to the wrong head": ("head * stride_out_head", "0 * stride_out_head"),
+    "rows of K from the wrong place": ("rows[None, :] * stride_key_row", "rows[None, :] * 0"),
 }
 DESCRIPTOR_FAULTS = {
-    "first head of K for all": (
-        "[block, slot, column]).reshape(BLOCK_N, BLOCK_D)\n                value",
-        "[block, slot, 0]).reshape(BLOCK_N, BLOCK_D)\n                value",
-    ),
-    "first block for all": (
-        "                first = [block, T",
-        "                first = [block * 0, T",
-    ),
-    "tail from the start of its block": ("[block, TAIL_START, column]", "[block, 0, column]"),
+    "first head for all": ("kv_head * HEAD_SIZE]", "0 * HEAD_SIZE]"),
+    "first block for all": ("[block.to(tl.int32), ", "[block.to(tl.int32) * 0, "),
+    "tail from the start of its block": ("FIRST_ROW + tile * BLOCK_N, kv", "tile * BLOCK_N, kv"),
+}
+BOX_FAULTS = {
     "heads of the pool wrong": ("num_kv_heads * head_size], [*s", "head_size], [*s"),
-    "strides of K for V": (
-        "for pool in (key_pool, value_pool))\n        tail",
-        "for pool in (key_pool, key_pool))\n        tail",
-    ),
 }
 GATHER_FAULTS = {
     "first tile dropped": (
-        "tl.range(0, num_full, BLOCK_N)",
-        "tl.range(BLOCK_N, num_full, BLOCK_N)",
+        "tl.range(start, rest, BLOCK_N)",
+        "tl.range(start + BLOCK_N, rest, BLOCK_N)",
     ),
-    "rest dropped": ("if num_full < seq_len:", "if num_full > seq_len:"),
-    "one row too many": (
-        "mask_n = num_full + offs_n < seq_len",
-        "mask_n = num_full + offs_n <= seq_len",
+    "rest dropped": ("if rest < stop:", "if rest > stop:"),
+    "one row too many": ("rest + offs_n < stop", "rest + offs_n <= stop"),
+    "one row short": ("rest + offs_n < stop", "rest + offs_n < stop - 1"),
+    "rest not masked": (
+        "mask_n,\n                True,\n                PER_KEY",
+        "mask_n,\n                False,\n                PER_KEY",
     ),
-    "one row short": (
-        "mask_n = num_full + offs_n < seq_len",
-        "mask_n = num_full + offs_n < seq_len - 1",
-    ),
-    "rest not masked": ("scale_log2, mask_n, True", "scale_log2, mask_n, False"),
-    "first block for all": ("table_ptr + entry * stride_table_block", "table_ptr + entry * 0"),
-    "first slot of each block": ("+ slot * stride_key_slot", "+ slot * 0"),
-    "first slot of V of each block": ("+ slot * stride_value_slot", "+ slot * 0"),
-    "first block of V for all": (
-        "return key, block * stride_value_block",
-        "return key, 0 * stride_value_block",
-    ),
+    "first block for all": ("table_ptr + entry * stride_table.entry", "table_ptr + entry * 0"),
+    "first slot of each block": ("+= slot * stride_key.slot", "+= slot * 0"),
+    "first slot of V of each block": ("+= slot * stride_value.slot", "+= slot * 0"),
+    "first block of V for all": ("= block * stride_value.block", "= block * 0"),
     "first head of K and V for all": (
-        "key_pool_ptr + kv_head.to(tl.int64) * stride_key_head",
-        "key_pool_ptr + 0 * stride_key_head",
+        "key_pool_ptr + kv_head.to(tl.int64) * stride_key.head",
+        "key_pool_ptr + 0 * stride_key.head",
     ),
+    "current rows dropped": ("if key_current_ptr is not None:", "if False:"),
 }
 LAUNCH_FAULTS = {
-    "current rows dropped": ('"HAS_CURRENT": key_current is not None', '"HAS_CURRENT": False'),
-    "scale 1% off": ("_SMALLEST_SCALE) * LOG2E", "_SMALLEST_SCALE) * LOG2E * 1.01"),
-    "one tile too few": ("num_rows // block_m + num_seqs", "num_rows // block_m + num_seqs - 1"),
+    "scale 1% off": ("_SMALLEST_SCALE) * LOG2E.value", "_SMALLEST_SCALE) * LOG2E.value * 1.01"),
+    "one tile too few": (
+        "num_rows // tiles.block_m + num_seqs",
+        "num_rows // tiles.block_m + num_seqs - 1",
+    ),
 }
 STEP_FAULTS = {
-    "sum not rescaled": ("acc * alpha[:, None]", "acc"),
+    "sum not rescaled": (
+        "acc * (alpha * acc_scale if HAS_ACC_SCALE else alpha)[:, None]",
+        "acc",
+    ),
     "denominator not rescaled": ("row_sum * alpha + ", "row_sum + "),
-    "last row dropped": ("rows < num_rows", "rows < num_rows - 1"),
-    "one row too many": ("rows < num_rows", "rows < num_rows + 1"),
-    "V not masked": ("mask=mask_n[:, None] & mask_d[None, :]", "mask=mask_d[None, :]"),
     "scores not masked": ('tl.where(mask_n[None, :], scores, float("-inf"))', "scores"),
-    "rows of K from the wrong place": ("rows[None, :] * stride_key_row", "rows[None, :] * 0"),
-    "current rows from the first": ("+ start * stride_key_token", "+ 0"),
-    "first head of current K for all": ("+ kv_head * stride_key_head", "+ 0"),
+    "rows read from the wrong head": ("head * stride_query.head", "0 * stride_query.head"),
+    "rows written to the wrong head": ("head * stride_out.head", "0 * stride_out.head"),
+    "first head of current K and V for all": ("kv_head.to(tl.int64) * stride.head", "0"),
     "lse in base 2": ("tl.math.log2(safe_sum)) * LN2", "tl.math.log2(safe_sum))"),
     "lse without the maximum": ("(row_max + tl.math", "(0 * row_max + tl.math"),
     "0 / 0 without a key": ("acc / safe_sum[:, None]", "acc / row_sum[:, None]"),
@@ -322,27 +394,121 @@ STEP_FAULTS = {
     "tokens of a tile not grouped": ("offs_m // QUERIES_PER_KV", "offs_m // BLOCK_M"),
     "heads of a tile not grouped": ("offs_m % QUERIES_PER_KV", "0 * offs_m"),
     "rows of the next sequence written": (
-        "mask=mask_m[:, None] & (offs_d < HEAD_SIZE)[None, :],",
-        "mask=(offs_d < HEAD_SIZE)[None, :],",
+        "mask=mask_m[:, None] & (offs_d < HEAD_SIZE)[None, :],\n    )\n    if lse",
+        "mask=(offs_d < HEAD_SIZE)[None, :],\n    )\n    if lse",
     ),
+}
+SPLIT_FAULTS = {
+    "first item of a share dropped": (
+        "first = tl.cdiv(tl.maximum(first_unit - base, 0)",
+        "first = 1 + tl.cdiv(tl.maximum(first_unit - base, 0)",
+    ),
+    "an item in two shares": (
+        "last = tl.cdiv(tl.maximum(last_unit - base, 0)",
+        "last = 1 + tl.cdiv(tl.maximum(last_unit - base, 0)",
+    ),
+    "share of the first program for all": (
+        "tl.minimum(tl.program_id(0) * share, num_units)",
+        "tl.minimum(0 * share, num_units)",
+    ),
+    "one tile too few": ("last_tile - first_tile + 1, 0", "last_tile - first_tile, 0"),
+    "last share short": ("first_unit + share, num_units", "first_unit + share, num_units - 8"),
+    "current rows not counted": ("num_rest += tl.cdiv", "num_rest += 0 * tl.cdiv"),
+    "first head for all": ("kv_head = inside // num_tiles", "kv_head = 0 * inside"),
+}
+SPLIT_WALK_FAULTS = {
+    "records of a program in one place": (
+        "tl.minimum(tl.cast(piece, tl.int32), 1)",
+        "0 * tl.cast(piece, tl.int32)",
+    ),
+}
+MERGE_FAULTS = {
+    "first record dropped": ("tl.range(first_program, l", "tl.range(first_program + 1, l"),
+    "last record dropped": ("last_program + 1)", "last_program)"),
+    "records of one program mixed up": ("* share < first_unit)", "* share > first_unit)"),
+    "records not rescaled": ("acc * alpha[:, None] + o", "acc + o"),
+    "sums not rescaled": ("other_sum * beta", "other_sum"),
+    "whole tiles merged": ("(first_program == last_program)", "(first_program > last_program)"),
+}
+SEGMENT_FAULTS = {
+    "first query for all": ("tl.cast(segment, tl.int64) * stride_query.segment", "0"),
+    "scale of K of the first head": (
+        "kv_head * stride_key_scale.head",
+        "0 * stride_key_scale.head",
+    ),
+    "scale of V of the first block": (
+        "block * stride_value_scale.block",
+        "0 * stride_value_scale.block",
+    ),
+    "bias of the first block": ("block * stride_bias.block", "0 * stride_bias.block"),
+    "bias in base e": (
+        "tl.load(block_bias_ptr + offset) * LOG2E",
+        "tl.load(block_bias_ptr + offset)",
+    ),
+    "bias dropped": ("scores * scale_log2 + bias", "scores * scale_log2 + 0 * bias"),
+}
+SEGMENT_WALK_FAULTS = {
+    "segments one block short": ("first_entry + entries.to", "first_entry - 1 + entries.to"),
+    "segments of the next sequence": ("seq * (NUM_SEGMENTS - 1) + segment)", "segment * 0)"),
+    "sum left in the unit of the last block": ("acc *= new_unit", "acc *= 1.0"),
+    "sum not brought to the unit of the rest": ("acc *= acc_unit / new_unit", "acc *= 1.0"),
+}
+SEGMENT_LOOP_FAULTS = {
+    "sum not brought to the unit of a block": ("acc_unit / new_unit", "new_unit / new_unit"),
+}
+SEGMENT_GATHER_FAULTS = {
+    "V not scaled": ("value.to(tl.float32) * value_scale[:, None]", "value.to(tl.float32)"),
+    "first scale for all keys": (
+        "scale_log2 = scale_log2[None, :]",
+        "scale_log2 = tl.max(scale_log2, 0)",
+    ),
+    "segments one row long": ("entries.to(tl.int32) * BLOCK_SIZE", "entries.to(tl.int32)"),
 }
 SCATTER_FAULTS = {
     "slots below 0 written": ("((slot >= 0) & mask_t)", "mask_t"),
-    "extra rows dropped": ("HAS_EXTRA=num_extra > 0", "HAS_EXTRA=False"),
+    "extra rows dropped": ("key = tl.where(is_token, key, key_extra)", "key = key"),
     "extra rows one off": ("(offs_t - num_tokens)", "(offs_t - num_tokens + 1)"),
-    "first slot of each block": ("offset * stride_value_slot", "0 * stride_value_slot"),
-    "heads mixed up": ("head[None, :] * stride_key_pool_head", "0 * head[None, :]"),
+    "first slot of each block": ("offset * stride_value_pool.slot", "0 * stride_value_pool.slot"),
+    "heads mixed up": ("head * stride_key_pool.head", "0 * head"),
     "last row dropped": ("offs_t < num_tokens + num_extra", "offs_t < num_tokens + num_extra - 1"),
-    "K written to V": ("        value.to(value_pool", "        key.to(value_pool"),
+    "K written to V": ("as_stored(value, value_scale", "as_stored(key, value_scale"),
 }
-# By the check that must find them: the file they are planted in, and they.
+FP8_FAULTS = {
+    "not clamped": ("x > LARGEST_E4M3, LARGEST_E4M3,", "x > LARGEST_E4M3, x,"),
+    "multiplied by the scale": ("tl.math.div_rn(x, tl.load(", "(x * tl.load("),
+    "scale of the first head": ("head[None, :] * stride_scale.head", "0 * head[None, :]"),
+    "scale of the first block": ("block[:, None] * stride_scale.block", "0 * block[:, None]"),
+}
+SCALE_FAULTS = {
+    "every block opened": ("(slot % BLOCK_SIZE == 0)", "(slot % BLOCK_SIZE >= 0)"),
+    "no block opened": ("(slot % BLOCK_SIZE == 0)", "(slot % BLOCK_SIZE < 0)"),
+    "scale left open": (
+        "tl.store(key_scale, -key, mask=is_first)",
+        "tl.store(key_scale, key, mask=is_first)",
+    ),
+    "infinity counted": ('size < float("inf")', 'size <= float("inf")'),
+    "extra rows not counted": ("key = tl.maximum(key, more)", "key = key"),
+    "K counted for V": ("tl.atomic_min(value_scale, -value", "tl.atomic_min(value_scale, -key"),
+}
+# The file they are planted in, the check that must find them, and they.
 FAULTS = {
-    "walk": ("walk.py", WALK_FAULTS),
-    "walk with descriptors": ("walk.py", DESCRIPTOR_FAULTS),
-    "gather": ("gather.py", GATHER_FAULTS),
-    "launch": ("launch.py", LAUNCH_FAULTS),
-    "step": ("primitives.py", STEP_FAULTS),
-    "scatter": ("scatter.py", SCATTER_FAULTS),
+    "walk": ("walk.py", "walk", WALK_FAULTS),
+    "loops": ("loops.py", "walk", LOOP_FAULTS),
+    "descriptors": ("loops.py", "walk with descriptors", DESCRIPTOR_FAULTS),
+    "boxes": ("launch.py", "walk with descriptors", BOX_FAULTS),
+    "gather": ("gather.py", "gather", GATHER_FAULTS),
+    "launch": ("launch.py", "walk", LAUNCH_FAULTS),
+    "step": ("primitives.py", "walk", STEP_FAULTS),
+    "split": ("split.py", "split walk", SPLIT_FAULTS),
+    "split walk": ("walk.py", "split walk", SPLIT_WALK_FAULTS),
+    "merge": ("merge.py", "split walk", MERGE_FAULTS),
+    "factors": ("primitives.py", "segments", SEGMENT_FAULTS),
+    "segments": ("walk.py", "segments", SEGMENT_WALK_FAULTS),
+    "units": ("loops.py", "segments", SEGMENT_LOOP_FAULTS),
+    "segments of small blocks": ("gather.py", "segments of small blocks", SEGMENT_GATHER_FAULTS),
+    "scatter": ("scatter.py", "scatter", SCATTER_FAULTS),
+    "fp8": ("scatter.py", "writes of fp8", FP8_FAULTS),
+    "scales": ("scales.py", "writes of fp8", SCALE_FAULTS),
 }
 
 
@@ -358,10 +524,10 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, package: Path) -> ops.Kernels:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize(
-    ("check", "fault"), [(check, fault) for check in FAULTS for fault in FAULTS[check][1]]
+    ("group", "fault"), [(group, fault) for group in FAULTS for fault in FAULTS[group][2]]
 )
-def test_kernel_fault_is_found(monkeypatch, tmp_path, check, fault):
-    file, faults = FAULTS[check]
+def test_kernel_fault_is_found(monkeypatch, tmp_path, group, fault):
+    file, check, faults = FAULTS[group]
     right, wrong = faults[fault]
     package = tmp_path / tmp_path.name  # a name that no other test has
     shutil.copytree(KERNELS, package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -374,7 +540,7 @@ def test_kernel_fault_is_found(monkeypatch, tmp_path, check, fault):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("check", FAULTS)
+@pytest.mark.parametrize("check", sorted({check for _, check, _ in FAULTS.values()}))
 def test_kernels_without_a_fault_pass(monkeypatch, tmp_path, check):
     package = tmp_path / tmp_path.name
     shutil.copytree(KERNELS, package, ignore=shutil.ignore_patterns("__pycache__"))
