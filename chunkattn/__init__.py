@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from chunkattn.errors import MissingDependencyError as MissingDependencyError
     from chunkattn.errors import PoolExhaustedError as PoolExhaustedError
     from chunkattn.errors import StaleContextError as StaleContextError
+    from chunkattn.forward import ForwardContext as ForwardContext
     from chunkattn.manager import ARDiffusionRequestAdapter as ARDiffusionRequestAdapter
     from chunkattn.manager import ChunkWindowManager as ChunkWindowManager
     from chunkattn.manager import ChunkWindowSpec as ChunkWindowSpec
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from chunkattn.pool import compute_slot_mapping as compute_slot_mapping
     from chunkattn.pool import pool_write_chunk as pool_write_chunk
     from chunkattn.pool import resident_block_ids as resident_block_ids
-    from chunkattn.session import ForwardContext as ForwardContext
     from chunkattn.session import Session as Session
     from chunkattn.window import chunk_window_skipped_tokens as chunk_window_skipped_tokens
 
@@ -49,7 +49,7 @@ _MODULE_OF = {
     "compute_slot_mapping": "pool",
     "pool_write_chunk": "pool",
     "resident_block_ids": "pool",
-    "ForwardContext": "session",
+    "ForwardContext": "forward",
     "Session": "session",
     "chunk_window_skipped_tokens": "window",
 }

@@ -18,53 +18,16 @@ A stale or ended forward raises `StaleContextError` when it is used.
 """
 
 import logging
-from types import TracebackType
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
-from chunkattn.checks import (
-    POOL_DTYPES,
-    check_device,
-    check_shape,
-    check_softmax_scale,
-    check_tensor,
-)
-from chunkattn.errors import LifecycleError, StaleContextError
-from chunkattn.ops import write_attend
-from chunkattn.plan import Extent, Plan, PlanBuffers
-from chunkattn.window import ceil_div, visible_history
+from chunkattn.errors import LifecycleError
+from chunkattn.forward import Branch, ForwardContext
 
 if TYPE_CHECKING:
     from chunkattn.cache import ARDiffusionKVCache
     from chunkattn.manager import ARDiffusionRequestAdapter
 
 logger = logging.getLogger(__name__)
-
-
-class _Branch:
-    """One guidance side of a session: its request, its plan buffers, and its open forward."""
-
-    def __init__(self, cache: "ARDiffusionKVCache", index: int, request_id: str) -> None:
-        self.index = index
-        self.request_id = request_id
-        self.adapter = cache.begin_request(request_id)
-        self.open_forward: ForwardContext | None = None
-        self.plan: Plan | None = None
-        self.plan_key: tuple[object, ...] = ()
-        self.scratch = np.asarray(
-            cache.scratch_block_ids(bool(index), 0, cache.scratch_blocks_per_branch)
-        )
-        scratch_tokens = cache.scratch_blocks_per_branch * cache.block_size
-        chunk_size = cache.spec.chunk_size
-        visible = (cache.spec.sink_chunks + cache.window_chunks) * chunk_size
-        self.buffers = PlanBuffers(
-            max_blocks=visible // cache.table_block_size
-            + ceil_div(scratch_tokens, cache.table_block_size),
-            max_rows=cache.window_chunks * chunk_size + scratch_tokens,
-            device=cache.device,
-        )
 
 
 class Session:
@@ -74,10 +37,10 @@ class Session:
         self.cache = cache
         self.session_id = session_id
         self._closed = False
-        self._branches: list[_Branch] = []
+        self._branches: list[Branch] = []
         try:
             for index in range(cache.local_branches):
-                self._branches.append(_Branch(cache, index, f"{session_id}::branch{index}"))
+                self._branches.append(Branch(cache, index, f"{session_id}::branch{index}"))
         except LifecycleError:  # a live request of that name: leave none of ours behind
             for branch in self._branches:
                 cache.end_request(branch.adapter)
@@ -89,7 +52,7 @@ class Session:
 
     def forward(
         self, *, branch: int = 0, seq_len: int, commit: bool = False, action_len: int = 0
-    ) -> "ForwardContext":
+    ) -> ForwardContext:
         """A forward over one span, to be used in a ``with`` statement, which plans and allocates.
 
         Args:
@@ -149,277 +112,8 @@ class Session:
         if self._closed:
             raise LifecycleError(f"session {self.session_id!r} is closed")
 
-    def _branch(self, branch: int) -> _Branch:
+    def _branch(self, branch: int) -> Branch:
         self._check_open()
         if not 0 <= branch < len(self._branches):
             raise ValueError(f"`branch` must be from 0 to {len(self._branches) - 1}, got {branch}")
         return self._branches[branch]
-
-
-class ForwardContext:
-    """One forward of one branch, planned when its ``with`` block is entered. Made by
-    `Session.forward`.
-
-    Attributes (valid inside the block; the tensors are reused by the branch's next forward):
-        block_table: ``(1, max_blocks)`` int32, blocks of ``table_block_size`` tokens, padded with
-            0.
-        seq_lens: ``(1,)`` int32, equal to ``kv_len``.
-        query_start_loc: ``(2,)`` int32.
-        slot_mapping: ``(seq_len + action_len,)`` int32: the span's slots, then the action rows'.
-        kv_len: keys that every query row sees: history, span and action rows.
-        history_block_ids: the cache's blocks that hold visible history, in order.
-        span_block_ids, action_block_ids: blocks that hold the span, and the action rows.
-        table_block_size: tokens of one entry of ``block_table``: the cache's block size where
-            chunks are whole blocks, else the largest part of a block that no edge cuts.
-        first_chunk, num_chunks: the span on the model's time line.
-    """
-
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-    slot_mapping: torch.Tensor
-    kv_len: int
-    history_block_ids: list[int]
-    span_block_ids: list[int]
-    action_block_ids: list[int]
-
-    def __init__(
-        self, session: Session, branch: _Branch, seq_len: int, commit: bool, action_len: int
-    ) -> None:
-        self.session = session
-        self.branch = branch.index
-        self.seq_len = seq_len
-        self.action_len = action_len
-        self.commit = commit
-        self.num_chunks = seq_len // session.cache.spec.chunk_size
-        self.table_block_size = session.cache.table_block_size
-        self.first_chunk = branch.adapter.completed_chunks
-        self._side = branch
-        self._written: set[int] = set()
-        self._borrows = False
-
-    # -- life ----------------------------------------------------------------------------------
-    def __enter__(self) -> "ForwardContext":
-        """Allocate and plan.
-
-        Raises:
-            LifecycleError: the session is closed, or a forward is open on the branch.
-            PoolExhaustedError: too few free blocks; nothing was allocated.
-        """
-        self.session._check_open()
-        if self._side.open_forward is not None:
-            raise LifecycleError(
-                f"branch {self.branch} of session {self.session.session_id!r} must have no open "
-                "forward, got a second"
-            )
-        self._written.clear()
-        (
-            self.block_table,
-            self.seq_lens,
-            self.query_start_loc,
-            self.slot_mapping,
-            self.kv_len,
-            self.history_block_ids,
-            self.span_block_ids,
-            self.action_block_ids,
-        ) = self._plan()
-        self._side.open_forward = self
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._side.open_forward is not self:
-            return  # reset or close has taken the branch back
-        self._side.open_forward = None
-        cache, adapter = self.session.cache, self._side.adapter
-        missing = sorted(set(range(cache.num_layers)) - self._written)
-        if self.commit and kind is None and not missing:
-            cache.commit_chunks(adapter, self.num_chunks)
-            return
-        if self._borrows:
-            cache.release_uncommitted(adapter)
-        if self.commit and kind is None:
-            raise LifecycleError(f"a commit must write every layer, got none for layers {missing}")
-
-    def _check_usable(self) -> None:
-        if self._side.open_forward is not self:
-            raise StaleContextError(
-                f"this forward on branch {self.branch} of session {self.session.session_id!r} has "
-                "ended, or its session was reset or closed"
-            )
-
-    def _plan(self) -> Plan:
-        """Allocate what the forward needs and write its plan, or find the plan written already.
-
-        The denoise forwards of a span differ in nothing, so they share one plan.
-        """
-        cache, side, adapter = self.session.cache, self._side, self._side.adapter
-        block_size, chunk_size = cache.block_size, cache.spec.chunk_size
-        self.first_chunk = adapter.completed_chunks
-        # A denoise span lies in scratch. One longer than the declared span borrows managed blocks.
-        scratch_tokens = cache.scratch_blocks_per_branch * block_size
-        self._borrows = self.commit or self.seq_len + self.action_len > scratch_tokens
-        key = (self._borrows, adapter, self.first_chunk, self.seq_len, self.action_len)
-        if not self._borrows and side.plan is not None and side.plan_key == key:
-            return side.plan
-        if self._borrows:
-            cache.allocate_token_slots(adapter, self.seq_len)
-
-        sink, recent = visible_history(
-            self.first_chunk,
-            self.num_chunks,
-            window_chunks=cache.window_chunks,
-            sink_chunks=cache.spec.sink_chunks,
-            reset_at_boundary=cache.spec.reset_at_boundary,
-        )
-        table = np.asarray(cache.block_table(adapter), dtype=np.int64)
-        # Chunks of the sink never move; the recent ones lie earlier in storage by what has left.
-        shift = adapter.compacted_tokens
-        past = [
-            Extent(table, sink.start * chunk_size, sink.stop * chunk_size, block_size),
-            Extent(
-                table,
-                recent.start * chunk_size - shift,
-                recent.stop * chunk_size - shift,
-                block_size,
-            ),
-        ]
-        committed, action_start = adapter.num_computed_tokens, 0
-        if self._borrows:
-            span = Extent(table, committed, committed + self.seq_len, block_size)
-        else:
-            span = Extent(side.scratch, 0, self.seq_len, block_size)
-            action_start = self.seq_len
-        action = Extent(side.scratch, action_start, action_start + self.action_len, block_size)
-        side.plan = side.buffers.write(past, span, action, cache.table_block_size)
-        side.plan_key = key
-        return side.plan
-
-    # -- use -----------------------------------------------------------------------------------
-    def write_attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_action: torch.Tensor | None = None,
-        value_action: torch.Tensor | None = None,
-        *,
-        softmax_scale: float | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Write one layer's K/V of the span and the action rows into the pool, then attend over all
-        visible keys.
-
-        Args:
-            layer: the layer, from 0.
-            query: ``(seq_len + action_len, num_heads, head_size)``.
-            key: ``(seq_len, num_kv_heads, head_size)``.
-            value: as ``key``.
-            key_action: ``(action_len, num_kv_heads, head_size)``; None when ``action_len`` is 0.
-            value_action: as ``key_action``.
-            softmax_scale: None is ``head_size ** -0.5``.
-            out: ``query``'s shape and dtype, written in place; None allocates it.
-
-        Returns:
-            ``out``.
-
-        Raises:
-            StaleContextError: the forward has ended, or its session was reset or closed.
-            ValueError, TypeError: an argument does not fit the plan; nothing was written.
-        """
-        self._check_usable()
-        cache = self.session.cache
-        self._check_rows(layer, query, key, value, key_action, value_action, softmax_scale, out)
-        if out is None:
-            out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        key_pool, value_pool = cache.table_pools[layer]
-        write_attend(
-            query,
-            key,
-            value,
-            key_action,
-            value_action,
-            key_pool,
-            value_pool,
-            self.slot_mapping,
-            self.block_table,
-            self.seq_lens,
-            self.query_start_loc,
-            out,
-            cache.head_size**-0.5 if softmax_scale is None else softmax_scale,
-            cache.backend,
-        )
-        self._written.add(layer)
-        return out
-
-    def mark_layer_written(self, layer: int) -> None:
-        """Say that another op than ours wrote a layer's K and V to ``slot_mapping``."""
-        self._check_usable()
-        self.session.cache._check_layer(layer)
-        self._written.add(layer)
-
-    def _check_rows(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_action: torch.Tensor | None,
-        value_action: torch.Tensor | None,
-        softmax_scale: float | None,
-        out: torch.Tensor | None,
-    ) -> None:
-        """What only the call can know: that the tensors have the planned rows and fit the pool."""
-        cache = self.session.cache
-        cache._check_layer(layer)
-        if not cache.table_pools:
-            raise LifecycleError("the cache was built without tensors (device=None)")
-        heads, size = cache.num_kv_heads, cache.head_size
-        device = cache.table_pools[layer][0].device
-        for name, tensor, rows in (
-            ("key", key, self.seq_len),
-            ("value", value, self.seq_len),
-            ("key_action", key_action, self.action_len),
-            ("value_action", value_action, self.action_len),
-        ):
-            if tensor is not None:
-                _check_fit(name, tensor, (rows, heads, size), POOL_DTYPES, device)
-            elif rows:
-                raise ValueError(f"`{name}` must have {rows} rows, got None")
-        num_heads = (
-            query.shape[1] if isinstance(query, torch.Tensor) and query.dim() == 3 else heads
-        )
-        if num_heads == 0 or num_heads % heads:
-            raise ValueError(f"`query` must have a multiple of {heads} heads, got {num_heads}")
-        shape = (self.seq_len + self.action_len, num_heads, size)
-        _check_fit("query", query, shape, (cache.dtype,), device)
-        if out is not None:
-            _check_fit("out", out, shape, (cache.dtype,), device)
-        if softmax_scale is not None:
-            check_softmax_scale(softmax_scale)
-
-
-def _check_fit(
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int, int, int],
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-) -> None:
-    """Refuse a tensor by name. One condition where it fits: this runs for every layer."""
-    if (
-        isinstance(tensor, torch.Tensor)
-        and tensor.shape == shape
-        and tensor.dtype in dtypes
-        and tensor.stride(-1) == 1
-        and tensor.device == device
-    ):
-        return
-    check_tensor(name, tensor, (3,), dtypes)
-    check_shape(name, tensor, shape, "the plan's rows, the pool's heads and head size")
-    check_device(device, **{name: tensor})

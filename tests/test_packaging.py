@@ -44,10 +44,15 @@ ROWS: dict[str, tuple[set[str], set[str]]] = {
     "torch_backend": (BASE, {"numpy", "torch"}),
     "ops": (BASE | {"torch_backend"}, {"numpy", "torch"}),
     "manager": (BASE, {"numpy", "torch", "vllm"}),
-    "cache": (BASE | {"manager", "ops"}, {"numpy", "torch"}),
-    "session": (BASE | {"cache", "manager", "ops"}, {"numpy", "torch"}),
+    "requests": (BASE | {"manager"}, {"torch"}),
+    "cache": (BASE | {"manager", "ops", "requests"}, {"numpy", "torch"}),
+    "forward": (BASE | {"manager", "ops"}, {"numpy", "torch"}),
+    "session": (BASE | {"cache", "forward", "manager", "ops"}, {"numpy", "torch"}),
     "testing": (BASE | {"cache", "manager", "ops", "session", "torch_backend"}, {"numpy", "torch"}),
-    "__init__": (BASE | {"cache", "manager", "ops", "session", "torch_backend"}, {"torch"}),
+    "__init__": (
+        BASE | {"cache", "forward", "manager", "ops", "session", "torch_backend"},
+        {"torch"},
+    ),
 }
 # What a file may import besides, inside a function: `import chunkattn` needs no Triton, and a
 # cache opens sessions, which need a cache.

@@ -1,0 +1,225 @@
+"""Requests on vLLM's manager: one for each branch of a rollout, block by block."""
+
+import logging
+
+import torch
+
+from chunkattn.errors import ChunkAttnError, LifecycleError, PoolExhaustedError
+from chunkattn.manager import (
+    ARDiffusionRequestAdapter,
+    ChunkWindowManager,
+    ChunkWindowSpec,
+    build_kv_manager,
+)
+from chunkattn.pool import chunk_slot_mapping, resident_block_ids
+from chunkattn.window import ceil_div
+
+logger = logging.getLogger("chunkattn.cache")  # a request's lines stand among its cache's
+
+
+class Requests:
+    """The part of `ARDiffusionKVCache` that owns blocks: the seed's calls, one request a branch.
+
+    Args:
+        spec: the window.
+        num_layers: layers that share a block table.
+        num_blocks: managed blocks, the null block counted in.
+        max_model_len: vLLM's limit for a request.
+    """
+
+    def __init__(
+        self, spec: ChunkWindowSpec, num_layers: int, num_blocks: int, max_model_len: int
+    ) -> None:
+        self.spec = spec
+        self.block_size = int(spec.block_size)
+        layer_names = [f"ar_diffusion.layer.{layer}" for layer in range(num_layers)]
+        self.manager = build_kv_manager(spec, layer_names, num_blocks, max_model_len)
+        self._window_manager: ChunkWindowManager = self.manager.coordinator.single_type_managers[0]
+        self.null_block_id = int(self.manager.block_pool.null_block.block_id)
+        self._adapters: dict[str, ARDiffusionRequestAdapter] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Managed blocks that nobody owns."""
+        return int(self.manager.block_pool.get_num_free_blocks())
+
+    # -- requests: one branch of one rollout each -------------------------------------------------
+    def begin_request(
+        self, request_id: str, *, prefill_prefix_tokens: int = 0
+    ) -> ARDiffusionRequestAdapter:
+        """Start a request with an empty table.
+
+        Raises:
+            LifecycleError: a request of that id is live.
+        """
+        if request_id in self._adapters:
+            raise LifecycleError(f"`request_id` must be new, got {request_id!r}, which is live")
+        if prefill_prefix_tokens < 0:
+            raise ValueError(
+                f"`prefill_prefix_tokens` must not be negative, got {prefill_prefix_tokens}"
+            )
+        adapter = ARDiffusionRequestAdapter(
+            request_id,
+            chunk_size=self.spec.chunk_size,
+            prefill_prefix_tokens=prefill_prefix_tokens,
+        )
+        self._adapters[request_id] = adapter
+        logger.debug("begin_request: req=%s prefill=%d", request_id, prefill_prefix_tokens)
+        return adapter
+
+    def end_request(self, adapter: ARDiffusionRequestAdapter) -> None:
+        """Free all blocks of a request. A request that has ended already is left alone."""
+        if self._adapters.get(adapter.request_id) is not adapter:
+            return
+        self.manager.free(adapter)
+        del self._adapters[adapter.request_id]
+        logger.debug(
+            "end_request: req=%s chunks=%d free=%d",
+            adapter.request_id,
+            adapter.completed_chunks,
+            self.num_free_blocks,
+        )
+
+    def allocate_chunk(self, adapter: ARDiffusionRequestAdapter) -> list[int]:
+        """Allocate the slots of one chunk; returns the request's block table.
+
+        Until the chunk is committed, the same call returns the same table.
+        """
+        table = self.allocate_token_slots(adapter, self.spec.chunk_size)
+        logger.debug(
+            "allocate_chunk: req=%s chunk=%d table=%d free=%d",
+            adapter.request_id,
+            adapter.completed_chunks,
+            len(table),
+            self.num_free_blocks,
+        )
+        return table
+
+    def allocate_token_slots(
+        self, adapter: ARDiffusionRequestAdapter, num_tokens: int
+    ) -> list[int]:
+        """Allocate the slots of a span that follows the committed tokens; returns the block table.
+
+        Raises:
+            ValueError: ``num_tokens`` is not positive.
+            LifecycleError: the request has ended.
+            PoolExhaustedError: too few free blocks; nothing was allocated.
+        """
+        if num_tokens <= 0:
+            raise ValueError(f"`num_tokens` must be positive, got {num_tokens}")
+        self._check_live(adapter)
+        end = adapter.num_computed_tokens + num_tokens
+        # vLLM cuts an allocation at max_model_len. Storage stays short, but a window may be longer.
+        self.manager.max_model_len = max(self.manager.max_model_len, end)
+        # Counted here too: vLLM counts short for a prefix that is longer than the window.
+        missing = ceil_div(end, self.block_size) - len(self.block_table(adapter))
+        if (
+            missing > self.num_free_blocks
+            or self.manager.allocate_slots(adapter, num_new_tokens=num_tokens) is None
+        ):
+            raise PoolExhaustedError(
+                f"K/V pool exhausted: {self.num_free_blocks} free blocks are too few for "
+                f"{num_tokens} more tokens of request {adapter.request_id!r}"
+            )
+        adapter.allocated_tokens = max(adapter.allocated_tokens, end)
+        return self.block_table(adapter)
+
+    def release_uncommitted(self, adapter: ARDiffusionRequestAdapter) -> None:
+        """Give back what was allocated and not committed."""
+        self._check_live(adapter)
+        kept = min(adapter.allocated_tokens, adapter.num_computed_tokens)
+        self._window_manager.truncate(adapter.request_id, kept)
+        adapter.allocated_tokens = kept
+
+    def block_table(self, adapter: ARDiffusionRequestAdapter) -> list[int]:
+        """The request's block table, in storage order."""
+        return list(self.manager.get_block_ids(adapter.request_id)[0])
+
+    def chunk_write_slots(self, adapter: ARDiffusionRequestAdapter) -> torch.Tensor:
+        """Slots of the chunk in flight, ``(chunk_size,)`` int64.
+
+        Raises:
+            LifecycleError: the chunk has not been allocated.
+        """
+        self._check_allocated(adapter, 1)
+        return chunk_slot_mapping(
+            self.block_table(adapter),
+            adapter.num_computed_tokens,
+            self.spec.chunk_size,
+            self.block_size,
+        )
+
+    def window_block_ids(self, adapter: ARDiffusionRequestAdapter) -> list[int]:
+        """Resident blocks that hold committed tokens, in order."""
+        committed = ceil_div(adapter.num_computed_tokens, self.block_size)
+        return resident_block_ids(self.block_table(adapter)[:committed], self.null_block_id)
+
+    def commit_chunk(self, adapter: ARDiffusionRequestAdapter) -> None:
+        """Make the chunk in flight part of the history, then evict and compact.
+
+        Raises:
+            LifecycleError: no slots were allocated for the chunk.
+        """
+        self.commit_chunks(adapter, 1)
+
+    def commit_chunks(self, adapter: ARDiffusionRequestAdapter, num_chunks: int) -> None:
+        """`commit_chunk` for a whole span: all or nothing."""
+        self._check_allocated(adapter, num_chunks)
+        for _ in range(num_chunks):
+            adapter.on_chunk_committed()
+        self._window_manager.remove_skipped_blocks(adapter.request_id, adapter.num_computed_tokens)
+        removed = self._window_manager.compact_block_table(adapter.request_id)
+        adapter.compacted_tokens += removed
+        adapter.allocated_tokens -= removed
+        logger.debug("commit: req=%s chunks=%d", adapter.request_id, adapter.completed_chunks)
+
+    def check_integrity(self) -> None:
+        """Recount who owns every managed block.
+
+        Raises:
+            ChunkAttnError: a block is owned twice, lost, or counted wrongly; the message names it.
+        """
+        owner: dict[int, str] = {}
+        for request_id, adapter in self._adapters.items():
+            table = self.block_table(adapter)
+            expected = ceil_div(adapter.allocated_tokens, self.block_size)
+            if len(table) != expected:
+                raise ChunkAttnError(
+                    f"request {request_id!r} has {len(table)} blocks for "
+                    f"{adapter.allocated_tokens} tokens"
+                )
+            gap = self._window_manager.gap(request_id, adapter.num_computed_tokens)
+            if self.null_block_id in table[: gap.start] + table[gap.stop :]:
+                raise ChunkAttnError(f"request {request_id!r} sees the null block: {table}")
+            for block in resident_block_ids(table, self.null_block_id):
+                if block in owner:
+                    raise ChunkAttnError(
+                        f"block {block} is owned by {owner[block]!r} and by {request_id!r}"
+                    )
+                owner[block] = request_id
+        blocks = self.manager.block_pool.blocks
+        for block in blocks:
+            count = int(block.block_id in owner)
+            if block.block_id != self.null_block_id and block.ref_cnt != count:
+                raise ChunkAttnError(
+                    f"block {block.block_id} has {count} owner(s) and reference count "
+                    f"{block.ref_cnt}"
+                )
+        if len(owner) + self.num_free_blocks + 1 != len(blocks):
+            raise ChunkAttnError(
+                f"{len(owner)} owned + {self.num_free_blocks} free + the null block are not the "
+                f"pool's {len(blocks)} blocks"
+            )
+
+    def _check_live(self, adapter: ARDiffusionRequestAdapter) -> None:
+        if self._adapters.get(adapter.request_id) is not adapter:
+            raise LifecycleError(f"request {adapter.request_id!r} has ended")
+
+    def _check_allocated(self, adapter: ARDiffusionRequestAdapter, num_chunks: int) -> None:
+        self._check_live(adapter)
+        pending = adapter.allocated_tokens - adapter.num_computed_tokens
+        if pending < num_chunks * self.spec.chunk_size:
+            raise LifecycleError(
+                f"request {adapter.request_id!r} has {max(0, pending)} allocated tokens in flight, "
+                f"{num_chunks} chunk(s) of {self.spec.chunk_size} are needed: allocate first"
+            )
