@@ -11,6 +11,7 @@ from chunkattn.config import ARDiffusionKVConfig
 from chunkattn.cross_attention import CrossAttention
 from chunkattn.errors import LifecycleError, PoolExhaustedError
 from chunkattn.manager import ARDiffusionRequestAdapter, ChunkWindowSpec
+from chunkattn.policy import SlidingWindow
 from chunkattn.pool import allocate_kv_pool_with_views, pool_write_chunk
 from chunkattn.requests import Requests
 from chunkattn.sizing import SCRATCH_ENV, checked_window, managed_blocks, scratch_blocks
@@ -158,7 +159,8 @@ class ARDiffusionKVCache(Requests):
                 f"`available_bytes` must give at most 2**31 - 1 slots, got {self.num_blocks_total} "
                 f"blocks of {block_size}"
             )
-        super().__init__(spec, num_layers, self.num_blocks, max_model_len)
+        policy = SlidingWindow(window_chunks, config.sink_chunks, config.reset_at_boundary)
+        super().__init__(spec, policy, num_layers, self.num_blocks, max_model_len)
         self._sessions: dict[str, Session] = {}
 
         # Where a chunk is no whole number of blocks, an edge of the window may fall inside a block.

@@ -16,7 +16,7 @@ from chunkattn.checks import (
 from chunkattn.errors import LifecycleError, StaleContextError
 from chunkattn.ops import write_attend
 from chunkattn.plan import Extent, Plan, PlanBuffers
-from chunkattn.window import ceil_div, visible_history
+from chunkattn.window import ceil_div
 
 if TYPE_CHECKING:
     from chunkattn.cache import ARDiffusionKVCache
@@ -94,7 +94,8 @@ class ForwardContext:
         """Allocate and plan.
 
         Raises:
-            LifecycleError: the session is closed, or a forward is open on the branch.
+            LifecycleError: the session is closed, a forward is open on the branch, or the span must
+                see chunks that have left.
             PoolExhaustedError: too few free blocks; nothing was allocated.
         """
         self.session._check_open()
@@ -149,35 +150,32 @@ class ForwardContext:
         The denoise forwards of a span differ in nothing, so they share one plan.
         """
         cache, side, adapter = self.session.cache, self._side, self._side.adapter
-        block_size, chunk_size = cache.block_size, cache.spec.chunk_size
+        block_size = cache.block_size
         self.first_chunk = adapter.completed_chunks
         # A denoise span lies in scratch. One longer than the declared span borrows managed blocks.
         scratch_tokens = cache.scratch_blocks_per_branch * block_size
         self._borrows = self.commit or self.seq_len + self.action_len > scratch_tokens
-        key = (self._borrows, adapter, self.first_chunk, self.seq_len, self.action_len)
+        key = (
+            self._borrows,
+            adapter,
+            adapter.table_epoch,
+            self.first_chunk,
+            self.seq_len,
+            self.action_len,
+        )
         if not self._borrows and side.plan is not None and side.plan_key == key:
             return side.plan
+        visible = cache.policy.visible(
+            adapter.resident, range(self.first_chunk, self.first_chunk + self.num_chunks)
+        )
+        cache.check_resident(adapter, visible)
         if self._borrows:
             cache.allocate_token_slots(adapter, self.seq_len)
 
-        sink, recent = visible_history(
-            self.first_chunk,
-            self.num_chunks,
-            window_chunks=cache.window_chunks,
-            sink_chunks=cache.spec.sink_chunks,
-            reset_at_boundary=cache.spec.reset_at_boundary,
-        )
         table = np.asarray(cache.block_table(adapter), dtype=np.int64)
-        # Chunks of the sink never move; the recent ones lie earlier in storage by what has left.
-        shift = adapter.compacted_tokens
         past = [
-            Extent(table, sink.start * chunk_size, sink.stop * chunk_size, block_size),
-            Extent(
-                table,
-                recent.start * chunk_size - shift,
-                recent.stop * chunk_size - shift,
-                block_size,
-            ),
+            Extent(table, where.start, where.stop, block_size)
+            for where in cache.storage(adapter, visible)
         ]
         committed, action_start = adapter.num_computed_tokens, 0
         if self._borrows:

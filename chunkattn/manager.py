@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunkattn.errors import LifecycleError, MissingDependencyError
-from chunkattn.window import ceil_div, chunk_window_skipped_tokens
+from chunkattn.window import Runs, ceil_div, chunk_window_skipped_tokens, common
 
 try:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -35,8 +35,8 @@ class ARDiffusionRequestAdapter:
     """The part of `vllm.v1.request.Request` that `KVCacheManager` reads, for one branch of a
     rollout.
 
-    The position moves only by `on_chunk_committed`, so all denoise forwards of a span reuse the
-    same slots.
+    The position moves by `on_chunk_committed` and `on_rollback` only, so all denoise forwards of a
+    span reuse the same slots.
     """
 
     def __init__(self, request_id: str, *, chunk_size: int, prefill_prefix_tokens: int = 0) -> None:
@@ -44,6 +44,10 @@ class ARDiffusionRequestAdapter:
         self.compacted_tokens = 0
         self.allocated_tokens = 0
         """Storage positions that own a slot, committed ones counted in."""
+        self.resident: Runs = ()
+        """Committed chunks that have not left."""
+        self.table_epoch = 0
+        """Counts the changes of the block table that no commit explains."""
         self._chunk_size = chunk_size
         self._prefill_prefix_tokens = prefill_prefix_tokens
         self._completed_chunks = 0
@@ -84,6 +88,12 @@ class ARDiffusionRequestAdapter:
         """Advance by one chunk: once a chunk, not once a denoise forward."""
         self._completed_chunks += 1
 
+    def on_rollback(self, num_chunks: int) -> None:
+        """Go back to the first ``num_chunks`` chunks."""
+        self._completed_chunks = num_chunks
+        self.resident = common(self.resident, (range(num_chunks),))
+        self.table_epoch += 1
+
 
 class ChunkWindowManager(SlidingWindowManager):
     """vLLM's sliding window, in chunks and with a sink: the gap between them leaves chunk by chunk.
@@ -93,7 +103,8 @@ class ChunkWindowManager(SlidingWindowManager):
 
     def __init__(self, kv_cache_spec: KVCacheSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
-        self._compacted_tokens: dict[str, int] = {}
+        # What compaction has taken out: whole blocks, as ranges of positions on the time line.
+        self._gaps: dict[str, list[range]] = {}
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Tokens after the sink that are out of the window."""
@@ -128,7 +139,7 @@ class ChunkWindowManager(SlidingWindowManager):
         ``total_computed_tokens`` counts storage. The window moves by whole chunks of the time
         line, so what compaction has removed is counted in.
         """
-        compacted = self._compacted_tokens.get(request_id, 0)
+        compacted = self.compacted_tokens(request_id)
         skipped = self.get_num_skipped_tokens(total_computed_tokens + compacted)
         sink = self.kv_cache_spec.sink_chunks * self.kv_cache_spec.chunk_size
         first = ceil_div(sink, self.block_size)
@@ -146,8 +157,28 @@ class ChunkWindowManager(SlidingWindowManager):
         del blocks[first:last]
         removed = int((last - first) * self.block_size)
         if removed:
-            self._compacted_tokens[request_id] = self._compacted_tokens.get(request_id, 0) + removed
+            start = first * self.block_size
+            stop = start + self.compacted_tokens(request_id) + removed
+            self._gaps[request_id] = [range(start, stop)]
         return removed
+
+    def compacted_tokens(self, request_id: str) -> int:
+        """Tokens that compaction has taken out of a request's table."""
+        return sum(map(len, self._gaps.get(request_id, ())))
+
+    def storage(self, request_id: str, tokens: range) -> range:
+        """Where tokens of the time line, none of which has left, lie in the table."""
+        gaps = self._gaps.get(request_id, ())
+        shift = sum(len(gap) for gap in gaps if gap.start < tokens.start)
+        return range(tokens.start - shift, tokens.stop - shift)
+
+    def rewind(self, request_id: str, num_tokens: int) -> None:
+        """Free every block behind the first ``num_tokens`` positions of the time line."""
+        edge = num_tokens // self.block_size * self.block_size
+        gaps = self._gaps.pop(request_id, [])
+        if gaps := [range(g.start, min(g.stop, edge)) for g in gaps if g.start < edge]:
+            self._gaps[request_id] = gaps
+        self.truncate(request_id, num_tokens - sum(map(len, gaps)))
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
         """Free every block behind the first ``num_tokens`` storage positions."""
@@ -160,7 +191,7 @@ class ChunkWindowManager(SlidingWindowManager):
     def free(self, request_id: str) -> None:
         """Free all blocks, in table order, so that they are handed out again as one run."""
         self.truncate(request_id, 0)
-        self._compacted_tokens.pop(request_id, None)
+        self._gaps.pop(request_id, None)
         super().free(request_id)
 
 

@@ -11,8 +11,9 @@ from chunkattn.manager import (
     ChunkWindowSpec,
     build_kv_manager,
 )
+from chunkattn.policy import Policy
 from chunkattn.pool import chunk_slot_mapping, resident_block_ids
-from chunkattn.window import ceil_div
+from chunkattn.window import Runs, ceil_div, common, count
 
 logger = logging.getLogger("chunkattn.cache")  # a request's lines stand among its cache's
 
@@ -22,15 +23,22 @@ class Requests:
 
     Args:
         spec: the window.
+        policy: what the branches see and keep.
         num_layers: layers that share a block table.
         num_blocks: managed blocks, the null block counted in.
         max_model_len: vLLM's limit for a request.
     """
 
     def __init__(
-        self, spec: ChunkWindowSpec, num_layers: int, num_blocks: int, max_model_len: int
+        self,
+        spec: ChunkWindowSpec,
+        policy: Policy,
+        num_layers: int,
+        num_blocks: int,
+        max_model_len: int,
     ) -> None:
         self.spec = spec
+        self.policy = policy
         self.block_size = int(spec.block_size)
         layer_names = [f"ar_diffusion.layer.{layer}" for layer in range(num_layers)]
         self.manager = build_kv_manager(spec, layer_names, num_blocks, max_model_len)
@@ -165,13 +173,64 @@ class Requests:
     def commit_chunks(self, adapter: ARDiffusionRequestAdapter, num_chunks: int) -> None:
         """`commit_chunk` for a whole span: all or nothing."""
         self._check_allocated(adapter, num_chunks)
+        first = adapter.completed_chunks
         for _ in range(num_chunks):
             adapter.on_chunk_committed()
+        span = range(first, first + num_chunks)
+        kept = self.policy.kept(adapter.resident, span)
+        adapter.resident = common(kept, (*adapter.resident, span))
         self._window_manager.remove_skipped_blocks(adapter.request_id, adapter.num_computed_tokens)
         removed = self._window_manager.compact_block_table(adapter.request_id)
         adapter.compacted_tokens += removed
         adapter.allocated_tokens -= removed
         logger.debug("commit: req=%s chunks=%d", adapter.request_id, adapter.completed_chunks)
+
+    def storage(self, adapter: ARDiffusionRequestAdapter, chunks: Runs) -> list[range]:
+        """Storage positions of runs of resident chunks."""
+        size = self.spec.chunk_size
+        return [
+            self._window_manager.storage(
+                adapter.request_id, range(run.start * size, run.stop * size)
+            )
+            for run in chunks
+        ]
+
+    def check_rollback(
+        self, adapter: ARDiffusionRequestAdapter, num_chunks: int, next_span: int
+    ) -> None:
+        """Refuse to go back to ``num_chunks`` chunks where the span after them, of ``next_span``
+        chunks, would not see what it saw.
+
+        Raises:
+            LifecycleError: chunks that it must see have left.
+        """
+        resident = common(adapter.resident, (range(num_chunks),))
+        must_see = self.policy.visible(resident, range(num_chunks, num_chunks + next_span))
+        self.check_resident(adapter, must_see)
+
+    def check_resident(self, adapter: ARDiffusionRequestAdapter, chunks: Runs) -> None:
+        """Refuse chunks that have left.
+
+        Raises:
+            LifecycleError: a chunk is not resident.
+        """
+        if count(common(chunks, adapter.resident)) != count(chunks):
+            left = {c for run in chunks for c in run} - {c for run in adapter.resident for c in run}
+            raise LifecycleError(
+                f"request {adapter.request_id!r} must see chunks {sorted(left)}, which have left"
+            )
+
+    def rollback_chunks(self, adapter: ARDiffusionRequestAdapter, num_chunks: int) -> None:
+        """Go back to the first ``num_chunks`` chunks; the blocks of all others are free."""
+        self._check_live(adapter)
+        if num_chunks == adapter.completed_chunks:
+            return
+        adapter.on_rollback(num_chunks)
+        window = self._window_manager
+        window.rewind(adapter.request_id, adapter.absolute_num_computed_tokens)
+        adapter.compacted_tokens = window.compacted_tokens(adapter.request_id)
+        owned = len(self.block_table(adapter)) * self.block_size
+        adapter.allocated_tokens = min(adapter.num_computed_tokens, owned)
 
     def check_integrity(self) -> None:
         """Recount who owns every managed block.

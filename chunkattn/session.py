@@ -81,6 +81,33 @@ class Session:
             )
         return ForwardContext(self, side, seq_len, commit, action_len)
 
+    def rollback(self, num_chunks: int) -> None:
+        """Drop the last committed chunks of every branch, as if they had never been committed.
+
+        A world model whose prediction was wrong commits the real observation in their place. It may
+        cut a span. A branch that is behind the others goes back no further than they do.
+
+        Args:
+            num_chunks: chunks to drop, counted from the branch that is furthest.
+
+        Raises:
+            ValueError: negative, or more chunks than were committed.
+            LifecycleError: a forward is open, the session is closed, or chunks that the next span
+                must see have left the window. Nothing has changed.
+        """
+        self._check_idle("rollback")
+        cache = self.cache
+        position = max(branch.adapter.completed_chunks for branch in self._branches)
+        if not isinstance(num_chunks, int) or not 0 <= num_chunks <= position:
+            raise ValueError(f"`num_chunks` must be from 0 to {position}, got {num_chunks}")
+        adapters = [branch.adapter for branch in self._branches]
+        targets = [min(a.completed_chunks, position - num_chunks) for a in adapters]
+        for adapter, target in zip(adapters, targets, strict=True):
+            cache.check_rollback(adapter, target, cache.num_frame_per_block)
+        for adapter, target in zip(adapters, targets, strict=True):
+            cache.rollback_chunks(adapter, target)
+        logger.debug("rollback: session=%s chunks=%d", self.session_id, num_chunks)
+
     def reset(self) -> None:
         """Forget the history and start anew under the same id. Frees every block; an open forward
         becomes stale.
@@ -111,6 +138,16 @@ class Session:
     def _check_open(self) -> None:
         if self._closed:
             raise LifecycleError(f"session {self.session_id!r} is closed")
+
+    def _check_idle(self, call: str) -> None:
+        """Refuse a call that would pull the history from under an open forward."""
+        self._check_open()
+        for branch in self._branches:
+            if branch.open_forward is not None:
+                raise LifecycleError(
+                    f"`{call}` must wait for the open forward on branch {branch.index} of session "
+                    f"{self.session_id!r}"
+                )
 
     def _branch(self, branch: int) -> Branch:
         self._check_open()

@@ -1,5 +1,10 @@
 """The window's arithmetic, as pure functions of integers. Positions are absolute."""
 
+from collections.abc import Iterable
+
+Runs = tuple[range, ...]
+"""Chunks of the time line, as ascending, disjoint, non-empty ranges."""
+
 
 def ceil_div(a: int, b: int) -> int:
     """``a / b`` rounded up."""
@@ -65,3 +70,29 @@ def blocks_per_branch(
     if chunk_size % block_size == 0:
         return (sink + moving) // block_size
     return ceil_div(sink, block_size) + ceil_div(moving, block_size) + 1
+
+
+def runs(chunks: Iterable[int]) -> Runs:
+    """Chunk indices, in any order, as `Runs`."""
+    return merged(range(chunk, chunk + 1) for chunk in sorted(set(chunks)))
+
+
+def merged(ranges: Iterable[range]) -> Runs:
+    """Ascending, disjoint ranges, those that touch made one and empty ones left out."""
+    found: list[range] = []
+    for run in ranges:
+        if found and run and found[-1].stop == run.start:
+            found[-1] = range(found[-1].start, run.stop)
+        elif run:
+            found.append(run)
+    return tuple(found)
+
+
+def common(a: Iterable[range], b: Iterable[range]) -> Runs:
+    """What two ascending sequences of ranges have in common. ``b`` is gone through repeatedly."""
+    return merged(range(max(x.start, y.start), min(x.stop, y.stop)) for x in a for y in b)
+
+
+def count(chunks: Iterable[range]) -> int:
+    """How many chunks there are."""
+    return sum(map(len, chunks))
