@@ -13,7 +13,7 @@ from chunkattn.errors import LifecycleError, PoolExhaustedError
 from chunkattn.manager import ARDiffusionRequestAdapter, ChunkWindowSpec
 from chunkattn.policy import SlidingWindow
 from chunkattn.pool import allocate_kv_pool_with_views, pool_write_chunk
-from chunkattn.requests import Requests
+from chunkattn.requests import Requests, locked
 from chunkattn.sizing import SCRATCH_ENV, checked_window, managed_blocks, scratch_blocks
 from chunkattn.window import blocks_per_branch, ceil_div
 
@@ -181,6 +181,7 @@ class ARDiffusionKVCache(Requests):
                 dtype,
                 self.device,
             )
+        self.pools = [pool for pair in self._views for pool in pair]
         self.table_pools = [
             (
                 key.unflatten(0, (-1, self.table_block_size)),
@@ -263,6 +264,11 @@ class ARDiffusionKVCache(Requests):
             adapter.completed_chunks,
         )
 
+    def forget_cross_kv(self, session_id: str) -> None:
+        """Count the static K/V as unwritten, unless another session than this one is open."""
+        if set(self._sessions) <= {session_id}:
+            self._cross_attention.forget()
+
     # -- pools -------------------------------------------------------------------------------------
     def scratch_block_ids(self, is_negative: bool, start: int, count: int) -> list[int]:
         """Blocks ``[start, start + count)`` of a branch's scratch, which the manager does not own.
@@ -307,6 +313,11 @@ class ARDiffusionKVCache(Requests):
             LifecycleError: a session of that id is open.
             PoolExhaustedError: ``session_capacity`` sessions are open.
         """
+        return self.admit_session(session_id)
+
+    @locked
+    def admit_session(self, session_id: str, source: "Session | None" = None) -> "Session":
+        """`open_session`, or a fork of ``source``."""
         from chunkattn.session import Session
 
         if session_id in self._sessions:
@@ -316,7 +327,7 @@ class ARDiffusionKVCache(Requests):
                 f"`session_capacity` is {self.session_capacity} and {sorted(self._sessions)} are "
                 f"open: close one before opening {session_id!r}"
             )
-        session = Session(self, session_id)
+        session = Session(self, session_id, source)
         self._sessions[session_id] = session
         return session
 

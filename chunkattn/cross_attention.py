@@ -85,6 +85,11 @@ class CrossAttention:
             found |= zip(("k_img", "v_img"), self._image.read(layer, branch), strict=True)
         return found
 
+    def forget(self) -> None:
+        """Count everything as unwritten."""
+        for half in (self._text, self._image):
+            half.forget()
+
 
 class _Half:
     """Static K/V of one kind of conditioning tokens (text or image): every layer, both branches.
@@ -139,6 +144,10 @@ class _Half:
             )
         key, value = self._pools[layer][:, branch].unsqueeze(1)
         return key, value
+
+    def forget(self) -> None:
+        """Count every layer as unwritten."""
+        self._written.clear()
 
     def __bool__(self) -> bool:
         return bool(self._pools)

@@ -16,7 +16,7 @@ from chunkattn.checks import (
 from chunkattn.errors import LifecycleError, StaleContextError
 from chunkattn.ops import write_attend
 from chunkattn.plan import Extent, Plan, PlanBuffers
-from chunkattn.window import ceil_div
+from chunkattn.window import ceil_div, common
 
 if TYPE_CHECKING:
     from chunkattn.cache import ARDiffusionKVCache
@@ -24,12 +24,31 @@ if TYPE_CHECKING:
 
 
 class Branch:
-    """One guidance side of a session: its request, its plan buffers, and its open forward."""
+    """One guidance side of a session: its request, its plan buffers, and its open forward.
 
-    def __init__(self, cache: "ARDiffusionKVCache", index: int, request_id: str) -> None:
+    Attributes:
+        adapter: the request; a reset begins another one.
+        open_forward: the forward whose ``with`` block is entered, if any.
+        ran: a forward was opened since the history began: the branches that ran must agree.
+        replaying: the next resident chunk to be replayed after a prompt switch; None where none is.
+    """
+
+    def __init__(
+        self,
+        cache: "ARDiffusionKVCache",
+        index: int,
+        request_id: str,
+        source: "Branch | None" = None,
+    ) -> None:
+        self.cache = cache
         self.index = index
         self.request_id = request_id
-        self.adapter = cache.begin_request(request_id)
+        if source is None:
+            self.adapter = cache.begin_request(request_id)
+        else:
+            self.adapter = cache.fork_request(source.adapter, request_id)
+        self.ran: bool = source is not None and source.ran
+        self.replaying: int | None = None
         self.open_forward: ForwardContext | None = None
         self.plan: Plan | None = None
         self.plan_key: tuple[object, ...] = ()
@@ -45,6 +64,36 @@ class Branch:
             max_rows=cache.window_chunks * chunk_size + scratch_tokens,
             device=cache.device,
         )
+
+    @property
+    def next_chunk(self) -> int:
+        """First chunk of the next span."""
+        return self.adapter.completed_chunks if self.replaying is None else self.replaying
+
+    def after(self, span: range) -> int:
+        """First chunk of the span that follows ``span``."""
+        if self.replaying is None:
+            return span.stop
+        later = (run for run in self.adapter.resident if run.stop > span.stop)
+        return next((max(run.start, span.stop) for run in later), self.adapter.completed_chunks)
+
+    def replay_from(self, chunk: int) -> None:
+        """Have the resident chunks from ``chunk`` on replayed; behind the last one, go on."""
+        self.replaying = chunk
+        self.replaying = self.after(range(chunk, chunk))
+        if self.replaying == self.adapter.completed_chunks:
+            self.replaying = None
+
+    def restart(self) -> None:
+        """Begin an empty history."""
+        self.end()
+        self.adapter = self.cache.begin_request(self.request_id)
+        self.ran = False
+
+    def end(self) -> None:
+        """Free every block; an open forward becomes stale."""
+        self.open_forward = self.replaying = None
+        self.cache.end_request(self.adapter)
 
 
 class ForwardContext:
@@ -84,7 +133,7 @@ class ForwardContext:
         self.commit = commit
         self.num_chunks = seq_len // session.cache.spec.chunk_size
         self.table_block_size = session.cache.table_block_size
-        self.first_chunk = branch.adapter.completed_chunks
+        self.first_chunk = branch.next_chunk
         self._side = branch
         self._written: set[int] = set()
         self._borrows = False
@@ -104,6 +153,8 @@ class ForwardContext:
                 f"branch {self.branch} of session {self.session.session_id!r} must have no open "
                 "forward, got a second"
             )
+        first = self._side.next_chunk
+        self.session._check_agreement(self._side, range(first, first + self.num_chunks))
         self._written.clear()
         (
             self.block_table,
@@ -116,6 +167,7 @@ class ForwardContext:
             self.action_block_ids,
         ) = self._plan()
         self._side.open_forward = self
+        self._side.ran = True
         return self
 
     def __exit__(
@@ -130,7 +182,10 @@ class ForwardContext:
         cache, adapter = self.session.cache, self._side.adapter
         missing = sorted(set(range(cache.num_layers)) - self._written)
         if self.commit and kind is None and not missing:
-            cache.commit_chunks(adapter, self.num_chunks)
+            if self._side.replaying is None:
+                cache.commit_chunks(adapter, self.num_chunks)
+            else:
+                self._side.replay_from(self.first_chunk + self.num_chunks)
             return
         if self._borrows:
             cache.release_uncommitted(adapter)
@@ -151,7 +206,7 @@ class ForwardContext:
         """
         cache, side, adapter = self.session.cache, self._side, self._side.adapter
         block_size = cache.block_size
-        self.first_chunk = adapter.completed_chunks
+        self.first_chunk = side.next_chunk
         # A denoise span lies in scratch. One longer than the declared span borrows managed blocks.
         scratch_tokens = cache.scratch_blocks_per_branch * block_size
         self._borrows = self.commit or self.seq_len + self.action_len > scratch_tokens
@@ -165,28 +220,44 @@ class ForwardContext:
         )
         if not self._borrows and side.plan is not None and side.plan_key == key:
             return side.plan
-        visible = cache.policy.visible(
-            adapter.resident, range(self.first_chunk, self.first_chunk + self.num_chunks)
-        )
-        cache.check_resident(adapter, visible)
-        if self._borrows:
-            cache.allocate_token_slots(adapter, self.seq_len)
+        span_chunks = range(self.first_chunk, self.first_chunk + self.num_chunks)
+        if side.replaying is None:
+            visible = cache.policy.visible(adapter.resident, span_chunks)
+            cache.check_resident(adapter, visible)
+            if self._borrows:
+                cache.allocate_token_slots(adapter, self.seq_len)
+        else:
+            before = common(adapter.resident, (range(self.first_chunk),))
+            visible = common(cache.policy.visible(before, span_chunks), before)
+            self._check_replay(span_chunks)
 
         table = np.asarray(cache.block_table(adapter), dtype=np.int64)
-        past = [
+        *past, span = (
             Extent(table, where.start, where.stop, block_size)
-            for where in cache.storage(adapter, visible)
-        ]
-        committed, action_start = adapter.num_computed_tokens, 0
-        if self._borrows:
-            span = Extent(table, committed, committed + self.seq_len, block_size)
-        else:
+            for where in cache.storage(adapter, (*visible, span_chunks))
+        )
+        action_start = 0
+        if not self._borrows:
             span = Extent(side.scratch, 0, self.seq_len, block_size)
             action_start = self.seq_len
         action = Extent(side.scratch, action_start, action_start + self.action_len, block_size)
         side.plan = side.buffers.write(past, span, action, cache.table_block_size)
         side.plan_key = key
         return side.plan
+
+    def _check_replay(self, span: range) -> None:
+        if not self.commit:
+            raise LifecycleError(
+                f"`commit` must be True while session {self.session.session_id!r} replays its "
+                "resident chunks after switch_prompt, got False"
+            )
+        if not any(
+            span.start >= run.start and span.stop <= run.stop for run in self._side.adapter.resident
+        ):
+            raise LifecycleError(
+                f"a replayed span must lie in resident chunks {self._side.adapter.resident}, got "
+                f"chunks {span.start} to {span.stop - 1}"
+            )
 
     # -- use -----------------------------------------------------------------------------------
     def write_attend(

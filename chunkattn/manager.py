@@ -88,6 +88,13 @@ class ARDiffusionRequestAdapter:
         """Advance by one chunk: once a chunk, not once a denoise forward."""
         self._completed_chunks += 1
 
+    def on_fork(self, source: "ARDiffusionRequestAdapter") -> None:
+        """Take over the position of another request."""
+        self._completed_chunks = source.completed_chunks
+        self._prefill_prefix_tokens = source.num_prompt_tokens
+        self.compacted_tokens = source.compacted_tokens
+        self.resident = source.resident
+
     def on_rollback(self, num_chunks: int) -> None:
         """Go back to the first ``num_chunks`` chunks."""
         self._completed_chunks = num_chunks
@@ -187,6 +194,34 @@ class ChunkWindowManager(SlidingWindowManager):
         freed = [block for block in blocks[first:] if block is not self._null_block]
         del blocks[first:]
         self.block_pool.free_blocks(freed)
+
+    def share(self, source_id: str, target_id: str, num_blocks: int) -> None:
+        """Give a request that owns nothing the first blocks of another one: both own them."""
+        blocks = self.req_to_blocks.get(source_id, [])[:num_blocks]
+        self.block_pool.touch([block for block in blocks if block is not self._null_block])
+        self.req_to_blocks[target_id] = list(blocks)
+        self._gaps[target_id] = list(self._gaps.get(source_id, ()))
+
+    def shared(self, request_id: str, first: int = 0) -> list[int]:
+        """Entries of the table, from ``first``, whose blocks other requests own as well."""
+        blocks = self.req_to_blocks.get(request_id, [])
+        owned = enumerate(blocks[first:], first)
+        return [i for i, b in owned if b.ref_cnt > 1 and b is not self._null_block]
+
+    def unshare(self, request_id: str, entries: Sequence[int]) -> list[tuple[int, int]]:
+        """Put new blocks in the place of shared ones; returns the block ids (old, new) to copy."""
+        blocks = self.req_to_blocks[request_id]
+        new = self.block_pool.get_new_blocks(len(entries)) if entries else []
+        old = [blocks[i] for i in entries]
+        for i, block in zip(entries, new, strict=True):
+            blocks[i] = block
+        self.block_pool.free_blocks(old)
+        return [(int(a.block_id), int(b.block_id)) for a, b in zip(old, new, strict=True)]
+
+    def refill(self, request_id: str, num_blocks: int) -> list[int]:
+        """Give a request that owns nothing new blocks; returns their ids."""
+        self.req_to_blocks[request_id] = new = self.block_pool.get_new_blocks(num_blocks)
+        return [int(block.block_id) for block in new]
 
     def free(self, request_id: str) -> None:
         """Free all blocks, in table order, so that they are handed out again as one run."""

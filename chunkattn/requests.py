@@ -1,6 +1,10 @@
 """Requests on vLLM's manager: one for each branch of a rollout, block by block."""
 
+import functools
 import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -12,10 +16,27 @@ from chunkattn.manager import (
     build_kv_manager,
 )
 from chunkattn.policy import Policy
-from chunkattn.pool import chunk_slot_mapping, resident_block_ids
+from chunkattn.pool import HostCopy, chunk_slot_mapping, copy_blocks, resident_block_ids
 from chunkattn.window import Runs, ceil_div, common, count
 
 logger = logging.getLogger("chunkattn.cache")  # a request's lines stand among its cache's
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Owner = TypeVar("Owner", bound="Requests")
+
+
+def locked(
+    method: Callable[Concatenate[Owner, P], R],
+) -> Callable[Concatenate[Owner, P], R]:
+    """One thread at a time in the methods of a cache that change who owns which block."""
+
+    @functools.wraps(method)
+    def call(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class Requests:
@@ -37,6 +58,8 @@ class Requests:
         num_blocks: int,
         max_model_len: int,
     ) -> None:
+        self.lock = threading.RLock()
+        self.pools: list[torch.Tensor] = []
         self.spec = spec
         self.policy = policy
         self.block_size = int(spec.block_size)
@@ -52,6 +75,7 @@ class Requests:
         return int(self.manager.block_pool.get_num_free_blocks())
 
     # -- requests: one branch of one rollout each -------------------------------------------------
+    @locked
     def begin_request(
         self, request_id: str, *, prefill_prefix_tokens: int = 0
     ) -> ARDiffusionRequestAdapter:
@@ -75,6 +99,7 @@ class Requests:
         logger.debug("begin_request: req=%s prefill=%d", request_id, prefill_prefix_tokens)
         return adapter
 
+    @locked
     def end_request(self, adapter: ARDiffusionRequestAdapter) -> None:
         """Free all blocks of a request. A request that has ended already is left alone."""
         if self._adapters.get(adapter.request_id) is not adapter:
@@ -103,6 +128,7 @@ class Requests:
         )
         return table
 
+    @locked
     def allocate_token_slots(
         self, adapter: ARDiffusionRequestAdapter, num_tokens: int
     ) -> list[int]:
@@ -117,10 +143,13 @@ class Requests:
             raise ValueError(f"`num_tokens` must be positive, got {num_tokens}")
         self._check_live(adapter)
         end = adapter.num_computed_tokens + num_tokens
+        # A block that is partly filled is written to: it must not be another request's as well.
+        filling = adapter.num_computed_tokens // self.block_size
+        shared = self._window_manager.shared(adapter.request_id, filling)
         # vLLM cuts an allocation at max_model_len. Storage stays short, but a window may be longer.
         self.manager.max_model_len = max(self.manager.max_model_len, end)
         # Counted here too: vLLM counts short for a prefix that is longer than the window.
-        missing = ceil_div(end, self.block_size) - len(self.block_table(adapter))
+        missing = ceil_div(end, self.block_size) - len(self.block_table(adapter)) + len(shared)
         if (
             missing > self.num_free_blocks
             or self.manager.allocate_slots(adapter, num_new_tokens=num_tokens) is None
@@ -129,9 +158,11 @@ class Requests:
                 f"K/V pool exhausted: {self.num_free_blocks} free blocks are too few for "
                 f"{num_tokens} more tokens of request {adapter.request_id!r}"
             )
+        self._unshare(adapter, shared)
         adapter.allocated_tokens = max(adapter.allocated_tokens, end)
         return self.block_table(adapter)
 
+    @locked
     def release_uncommitted(self, adapter: ARDiffusionRequestAdapter) -> None:
         """Give back what was allocated and not committed."""
         self._check_live(adapter)
@@ -170,6 +201,7 @@ class Requests:
         """
         self.commit_chunks(adapter, 1)
 
+    @locked
     def commit_chunks(self, adapter: ARDiffusionRequestAdapter, num_chunks: int) -> None:
         """`commit_chunk` for a whole span: all or nothing."""
         self._check_allocated(adapter, num_chunks)
@@ -220,6 +252,7 @@ class Requests:
                 f"request {adapter.request_id!r} must see chunks {sorted(left)}, which have left"
             )
 
+    @locked
     def rollback_chunks(self, adapter: ARDiffusionRequestAdapter, num_chunks: int) -> None:
         """Go back to the first ``num_chunks`` chunks; the blocks of all others are free."""
         self._check_live(adapter)
@@ -232,13 +265,82 @@ class Requests:
         owned = len(self.block_table(adapter)) * self.block_size
         adapter.allocated_tokens = min(adapter.num_computed_tokens, owned)
 
+    @locked
+    def fork_request(
+        self, source: ARDiffusionRequestAdapter, request_id: str
+    ) -> ARDiffusionRequestAdapter:
+        """Begin a request that shares the committed blocks of another one.
+
+        A block is copied when one of its owners writes to it.
+        """
+        adapter = self.begin_request(request_id)
+        adapter.on_fork(source)
+        committed = min(source.allocated_tokens, source.num_computed_tokens)
+        num_blocks = ceil_div(committed, self.block_size)
+        self._window_manager.share(source.request_id, request_id, num_blocks)
+        adapter.allocated_tokens = committed
+        return adapter
+
+    @locked
+    def swap_out_requests(self, adapters: Sequence[ARDiffusionRequestAdapter]) -> list[HostCopy]:
+        """Copy the blocks of requests to host memory and free them."""
+        copies = []
+        for adapter in adapters:
+            self.release_uncommitted(adapter)
+            copies.append(HostCopy(self.pools, self.block_table(adapter)))
+            self._window_manager.truncate(adapter.request_id, 0)
+            adapter.table_epoch += 1
+            adapter.allocated_tokens = 0
+        return copies
+
+    @locked
+    def swap_in_requests(
+        self, adapters: Sequence[ARDiffusionRequestAdapter], copies: Sequence[HostCopy]
+    ) -> None:
+        """Give requests that were swapped out blocks again, with the bytes that they had.
+
+        Raises:
+            PoolExhaustedError: too few free blocks; nothing was allocated.
+        """
+        self._check_free(sum(copy.num_blocks for copy in copies), "what was swapped out")
+        for adapter, copy in zip(adapters, copies, strict=True):
+            ids = self._window_manager.refill(adapter.request_id, copy.num_blocks)
+            copy.restore(self.pools, ids)
+            adapter.allocated_tokens = min(
+                adapter.num_computed_tokens, copy.num_blocks * self.block_size
+            )
+
+    @locked
+    def make_private(self, adapters: Sequence[ARDiffusionRequestAdapter]) -> None:
+        """Copy every block that requests share with others, so that they may be rewritten.
+
+        Raises:
+            PoolExhaustedError: too few free blocks; nothing was copied.
+        """
+        shared = [self._window_manager.shared(adapter.request_id) for adapter in adapters]
+        self._check_free(sum(map(len, shared)), "blocks shared with a fork")
+        for adapter, entries in zip(adapters, shared, strict=True):
+            self._unshare(adapter, entries)
+
+    def _unshare(self, adapter: ARDiffusionRequestAdapter, entries: Sequence[int]) -> None:
+        copy_blocks(self.pools, self._window_manager.unshare(adapter.request_id, entries))
+        adapter.table_epoch += bool(entries)
+
+    def _check_free(self, num_blocks: int, what: str) -> None:
+        if num_blocks > self.num_free_blocks:
+            raise PoolExhaustedError(
+                f"K/V pool exhausted: {self.num_free_blocks} free blocks are too few for the "
+                f"{num_blocks} of {what}"
+            )
+
+    @locked
     def check_integrity(self) -> None:
         """Recount who owns every managed block.
 
         Raises:
             ChunkAttnError: a block is owned twice, lost, or counted wrongly; the message names it.
         """
-        owner: dict[int, str] = {}
+        owners: dict[int, list[str]] = {}
         for request_id, adapter in self._adapters.items():
             table = self.block_table(adapter)
             expected = ceil_div(adapter.allocated_tokens, self.block_size)
@@ -251,22 +353,23 @@ class Requests:
             if self.null_block_id in table[: gap.start] + table[gap.stop :]:
                 raise ChunkAttnError(f"request {request_id!r} sees the null block: {table}")
             for block in resident_block_ids(table, self.null_block_id):
-                if block in owner:
-                    raise ChunkAttnError(
-                        f"block {block} is owned by {owner[block]!r} and by {request_id!r}"
-                    )
-                owner[block] = request_id
+                owners.setdefault(block, []).append(request_id)
         blocks = self.manager.block_pool.blocks
         for block in blocks:
-            count = int(block.block_id in owner)
-            if block.block_id != self.null_block_id and block.ref_cnt != count:
+            names = owners.get(block.block_id, [])
+            if len(set(names)) < len(names) or len(names) > max(1, block.ref_cnt):
                 raise ChunkAttnError(
-                    f"block {block.block_id} has {count} owner(s) and reference count "
+                    f"block {block.block_id} is owned by {' and by '.join(map(repr, names))}, and "
+                    f"its reference count is {block.ref_cnt}"
+                )
+            if block.block_id != self.null_block_id and block.ref_cnt != len(names):
+                raise ChunkAttnError(
+                    f"block {block.block_id} has {len(names)} owner(s) and reference count "
                     f"{block.ref_cnt}"
                 )
-        if len(owner) + self.num_free_blocks + 1 != len(blocks):
+        if len(owners) + self.num_free_blocks + 1 != len(blocks):
             raise ChunkAttnError(
-                f"{len(owner)} owned + {self.num_free_blocks} free + the null block are not the "
+                f"{len(owners)} owned + {self.num_free_blocks} free + the null block are not the "
                 f"pool's {len(blocks)} blocks"
             )
 

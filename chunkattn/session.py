@@ -1,27 +1,47 @@
 """The life of a rollout.
 
-A session holds one request for each local branch. A branch is idle until a forward opens on it:
+A session holds one request for each local branch. A branch is idle until a forward opens on it, and
+idle again when the forward has ended:
 
-| branch state | event | next state | effect |
+| branch | event | next | effect |
 |---|---|---|---|
 | idle | enter ``forward(...)`` | planned | slots allocated, plan written |
-| idle | enter, pool exhausted | idle | nothing allocated |
+| idle | enter, pool exhausted or branches disagree | idle | nothing allocated, the error is raised |
 | planned | ``write_attend`` of a layer | planned | that layer counts as written |
-| planned | clean exit, denoise | idle | nothing committed |
-| planned | clean exit, commit, every layer written | idle | committed, window evicted |
-| planned | clean exit, commit, a layer missing | idle | aborted, `LifecycleError` |
-| planned | exception | idle | aborted: slots given back, history untouched |
-| any | ``reset`` | idle | blocks freed, the open forward is stale |
-| any | ``close`` | closed | blocks freed, the open forward is stale |
+| planned | ``write_attend`` of the last layer | written | |
+| planned, written | clean exit, denoise | idle | nothing committed |
+| written | clean exit, commit | committed | the span is history, what the policy drops is freed |
+| planned | clean exit, commit, a layer missing | aborted | slots given back, `LifecycleError` |
+| planned, written | exception | aborted | slots given back, history untouched |
+| committed, aborted | | idle | after an abort the same forward can be tried again |
 
-A stale or ended forward raises `StaleContextError` when it is used.
+| session | event | next | effect |
+|---|---|---|---|
+| open | ``rollback``, ``fork``, ``swap_out``, ``switch_prompt``, a branch not idle | open | refused |
+| open | ``rollback(n)`` | open | the last n chunks of every branch are gone, blocks freed |
+| open | ``fork(id)`` | open | another session owns the same blocks; a write copies |
+| open | ``switch_prompt("recache")`` | replaying | the next commits rewrite the resident chunks |
+| replaying | commit of the last resident chunk, every branch | open | |
+| replaying | ``rollback``, ``fork``, ``swap_out``, ``switch_prompt`` | replaying | refused |
+| open | ``swap_out`` | swapped | bytes in host memory, blocks freed |
+| swapped | ``swap_in`` | open | blocks allocated, bytes restored |
+| swapped | ``swap_in``, pool exhausted | swapped | nothing allocated, `PoolExhaustedError` |
+| swapped | any forward, ``rollback``, ``fork``, ``switch_prompt`` | swapped | refused |
+| open, replaying, swapped | ``reset`` | open | blocks freed, open forwards are stale |
+| open, replaying, swapped | ``close`` | closed | blocks freed, open forwards are stale |
+| closed | anything but ``close`` | closed | refused |
+
+Refused is a `LifecycleError`. A stale or ended forward raises `StaleContextError` when it is used.
+The branches that ran agree: a span starts where each of them stands, or stood before it ran that
+span. A branch on which no forward was ever opened is not asked.
 """
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from chunkattn.errors import LifecycleError
 from chunkattn.forward import Branch, ForwardContext
+from chunkattn.pool import HostCopy
 
 if TYPE_CHECKING:
     from chunkattn.cache import ARDiffusionKVCache
@@ -31,16 +51,23 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """One rollout. Open it with `ARDiffusionKVCache.open_session`."""
+    """One rollout. Open it with `ARDiffusionKVCache.open_session`.
 
-    def __init__(self, cache: "ARDiffusionKVCache", session_id: str) -> None:
+    A session is used by one thread at a time; different sessions by different threads.
+    """
+
+    def __init__(
+        self, cache: "ARDiffusionKVCache", session_id: str, source: "Session | None" = None
+    ) -> None:
         self.cache = cache
         self.session_id = session_id
         self._closed = False
+        self._swapped: list[HostCopy] | None = None
         self._branches: list[Branch] = []
         try:
             for index in range(cache.local_branches):
-                self._branches.append(Branch(cache, index, f"{session_id}::branch{index}"))
+                origin = source._branches[index] if source else None
+                self._branches.append(Branch(cache, index, f"{session_id}::branch{index}", origin))
         except LifecycleError:  # a live request of that name: leave none of ours behind
             for branch in self._branches:
                 cache.end_request(branch.adapter)
@@ -64,8 +91,9 @@ class Session:
 
         Raises:
             ValueError: an argument does not fit.
-            LifecycleError: the session is closed, or a forward is open on that branch.
+            LifecycleError: the session is closed or swapped out.
         """
+        self._check_open()
         cache, chunk_size = self.cache, self.cache.spec.chunk_size
         side = self._branch(branch)
         if seq_len <= 0 or seq_len % chunk_size or seq_len > cache.window_chunks * chunk_size:
@@ -97,10 +125,10 @@ class Session:
         """
         self._check_idle("rollback")
         cache = self.cache
-        position = max(branch.adapter.completed_chunks for branch in self._branches)
+        adapters = self._adapters()
+        position = max(adapter.completed_chunks for adapter in adapters)
         if not isinstance(num_chunks, int) or not 0 <= num_chunks <= position:
             raise ValueError(f"`num_chunks` must be from 0 to {position}, got {num_chunks}")
-        adapters = [branch.adapter for branch in self._branches]
         targets = [min(a.completed_chunks, position - num_chunks) for a in adapters]
         for adapter, target in zip(adapters, targets, strict=True):
             cache.check_rollback(adapter, target, cache.num_frame_per_block)
@@ -108,49 +136,163 @@ class Session:
             cache.rollback_chunks(adapter, target)
         logger.debug("rollback: session=%s chunks=%d", self.session_id, num_chunks)
 
-    def reset(self) -> None:
+    def fork(self, new_id: str) -> "Session":
+        """A new session with the same past; each goes on by itself.
+
+        The blocks are shared and counted by reference: a block is copied when one of its owners
+        writes to it, and free when the last one has let it go. Counts against `session_capacity`.
+
+        Args:
+            new_id: the id of the new session.
+
+        Raises:
+            LifecycleError: a session of that id is open, a forward is open, or the session is
+                closed or swapped out.
+            PoolExhaustedError: ``session_capacity`` sessions are open.
+        """
+        self._check_idle("fork")
+        session = self.cache.admit_session(new_id, self)
+        logger.debug("fork: session=%s new=%s", self.session_id, new_id)
+        return session
+
+    def swap_out(self) -> None:
+        """Move the history to host memory (pinned where there is a GPU) and free its blocks.
+
+        Until `swap_in` the session refuses to run. Swapping out twice is a no-op.
+
+        Raises:
+            LifecycleError: a forward is open, or the session is closed.
+        """
+        if self._swapped is None or self._closed:
+            self._check_idle("swap_out")
+            self._swapped = self.cache.swap_out_requests(self._adapters())
+            logger.debug("swap_out: session=%s", self.session_id)
+
+    def swap_in(self) -> None:
+        """Bring the history back into blocks. A no-op where it was not swapped out.
+
+        Raises:
+            PoolExhaustedError: too few free blocks; the session stays swapped out.
+            LifecycleError: the session is closed.
+        """
+        self._check_not_closed()
+        if self._swapped is not None:
+            self.cache.swap_in_requests(self._adapters(), self._swapped)
+            self._swapped = None
+            logger.debug("swap_in: session=%s", self.session_id)
+
+    def switch_prompt(self, history: Literal["keep", "recache", "reset"]) -> list[int]:
+        """Go on with another prompt: say what becomes of the history made with the old one.
+
+        The cross-attention K/V are forgotten in any case: write the new prompt's.
+
+        Args:
+            history: ``"keep"`` leaves it as it is. ``"reset"`` forgets it. ``"recache"`` has the
+                caller replay the resident frames: the next commit forwards of each branch are
+                planned over those chunks, in order, each seeing what is resident before it, and
+                rewrite the same slots. A span is contiguous; denoise forwards are refused until the
+                last resident chunk is replayed.
+
+        Returns:
+            The chunks to replay; none but for ``"recache"``.
+
+        Raises:
+            ValueError: another word.
+            LifecycleError: a forward is open, or the session is closed or swapped out.
+            PoolExhaustedError: blocks shared with a fork cannot be copied; nothing has changed.
+        """
+        if history not in ("keep", "recache", "reset"):
+            raise ValueError(f"`history` must be keep, recache or reset, got {history!r}")
+        self._check_idle("switch_prompt")
+        if history == "reset":
+            self.reset(keep_cross_attention=False)
+            return []
+        if history == "recache":
+            self.cache.make_private(self._adapters())
+            for branch in self._branches:
+                branch.replay_from(0)
+        self._forget_cross_attention()
+        logger.debug("switch_prompt: session=%s history=%s", self.session_id, history)
+        longest = max(self._branches, key=lambda branch: branch.adapter.completed_chunks)
+        resident = longest.adapter.resident if history == "recache" else ()
+        return [chunk for run in resident for chunk in run]
+
+    def reset(self, *, keep_cross_attention: bool = True) -> None:
         """Forget the history and start anew under the same id. Frees every block; an open forward
         becomes stale.
+
+        Args:
+            keep_cross_attention: keep the prompt's K/V. Else they must be written before they are
+                read again: the session's own, and the cache's static ones where no other session
+                is open.
 
         Raises:
             LifecycleError: the session is closed.
         """
-        self._check_open()
-        for branch in self._branches:
-            branch.open_forward = None
-            self.cache.end_request(branch.adapter)
-            branch.adapter = self.cache.begin_request(branch.request_id)
+        self._check_not_closed()
+        with self.cache.lock:
+            self._swapped = None
+            for branch in self._branches:
+                branch.restart()
+            if not keep_cross_attention:
+                self._forget_cross_attention()
         logger.debug("reset: session=%s", self.session_id)
 
     def close(self) -> None:
         """Free every block and end the session. An open forward becomes stale; closing twice is a
         no-op.
         """
-        if self._closed:
-            return
-        self._closed = True
-        for branch in self._branches:
-            branch.open_forward = None
-            self.cache.end_request(branch.adapter)
-        self.cache.forget_session(self.session_id)
+        with self.cache.lock:
+            if self._closed:
+                return
+            self._closed, self._swapped = True, None
+            for branch in self._branches:
+                branch.end()
+            self.cache.forget_session(self.session_id)
         logger.debug("close: session=%s", self.session_id)
 
-    def _check_open(self) -> None:
+    def _adapters(self) -> "list[ARDiffusionRequestAdapter]":
+        return [branch.adapter for branch in self._branches]
+
+    def _forget_cross_attention(self) -> None:
+        self.cache.forget_cross_kv(self.session_id)
+
+    def _check_not_closed(self) -> None:
         if self._closed:
             raise LifecycleError(f"session {self.session_id!r} is closed")
 
+    def _check_open(self) -> None:
+        self._check_not_closed()
+        if self._swapped is not None:
+            raise LifecycleError(
+                f"session {self.session_id!r} is swapped out: call swap_in() first"
+            )
+
     def _check_idle(self, call: str) -> None:
-        """Refuse a call that would pull the history from under an open forward."""
+        """Refuse a call that would pull the history from under an open forward or a replay."""
         self._check_open()
         for branch in self._branches:
-            if branch.open_forward is not None:
+            what = "open forward" if branch.open_forward is not None else "replay"
+            if branch.open_forward is not None or branch.replaying is not None:
                 raise LifecycleError(
-                    f"`{call}` must wait for the open forward on branch {branch.index} of session "
+                    f"`{call}` must wait for the {what} on branch {branch.index} of session "
                     f"{self.session_id!r}"
                 )
 
+    def _check_agreement(self, branch: Branch, span: range) -> None:
+        """A span starts where every branch that ran stands, or stood before it ran this span."""
+        for other in self._branches:
+            if other is branch or not other.ran:
+                continue
+            if other.next_chunk not in (span.start, branch.after(span)):
+                raise LifecycleError(
+                    f"branches must agree: branch {branch.index} of session {self.session_id!r} "
+                    f"would run chunks {span.start} to {span.stop - 1}, and branch {other.index} "
+                    f"stands at chunk {other.next_chunk}"
+                )
+
     def _branch(self, branch: int) -> Branch:
-        self._check_open()
+        self._check_not_closed()
         if not 0 <= branch < len(self._branches):
             raise ValueError(f"`branch` must be from 0 to {len(self._branches) - 1}, got {branch}")
         return self._branches[branch]
