@@ -1,7 +1,6 @@
 """The paged K/V cache of one model: vLLM's manager, pools, scratch and cross-attention."""
 
 import logging
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +10,18 @@ from chunkattn.config import ARDiffusionKVConfig
 from chunkattn.cross_attention import CrossAttention
 from chunkattn.errors import LifecycleError, PoolExhaustedError
 from chunkattn.manager import ARDiffusionRequestAdapter, ChunkWindowSpec
-from chunkattn.policy import SlidingWindow
+from chunkattn.policy import Policy
 from chunkattn.pool import allocate_kv_pool_with_views, pool_write_chunk
 from chunkattn.requests import Requests, locked
-from chunkattn.sizing import SCRATCH_ENV, checked_window, managed_blocks, scratch_blocks
-from chunkattn.window import blocks_per_branch, ceil_div
+from chunkattn.sizing import (
+    SCRATCH_ENV,
+    branch_blocks,
+    check_policy,
+    checked_window,
+    managed_blocks,
+    scratch_blocks,
+)
+from chunkattn.window import ceil_div
 
 if TYPE_CHECKING:
     from chunkattn.session import Session
@@ -48,6 +54,8 @@ class ARDiffusionKVCache(Requests):
         max_scratch_tokens_per_branch: action and state tokens of a forward.
         session_capacity: sessions that may be open at a time. Reserves no blocks.
         backend: ``"auto"``, ``"torch"`` or ``"triton"``, for the sessions.
+        policy: what the branches see and keep, from `chunkattn.policy` or one's own. None is the
+            config's sink and window. ``window_chunks`` bounds a span in either case.
 
     Raises:
         ValueError: an argument does not fit, or the memory holds fewer blocks than a rollout needs
@@ -73,10 +81,13 @@ class ARDiffusionKVCache(Requests):
         max_scratch_tokens_per_branch: int = 0,
         session_capacity: int = 1,
         backend: str = "auto",
+        policy: Policy | None = None,
     ) -> None:
         from chunkattn.ops import BACKENDS, resolve_backend
 
         window_chunks = checked_window(config, num_frame_per_block)
+        if policy is not None:
+            check_policy(policy, num_layers, num_frame_per_block)
         if local_branches not in (1, 2):
             raise ValueError(f"`local_branches` must be 1 or 2, got {local_branches}")
         for name, number, least in (
@@ -140,13 +151,7 @@ class ARDiffusionKVCache(Requests):
             config.gpu_memory_fraction,
             page_size_bytes=int(spec.page_size_bytes) * num_layers,
             local_branches=local_branches,
-            blocks_per_branch=blocks_per_branch(
-                block_size=block_size,
-                chunk_size=config.chunk_size,
-                window_chunks=window_chunks,
-                sink_chunks=config.sink_chunks,
-                span_chunks=num_frame_per_block,
-            ),
+            blocks_per_branch=branch_blocks(spec, policy, num_frame_per_block),
         )
         self.scratch_blocks_per_branch = scratch_blocks(
             ceil_div(num_frame_per_block * config.chunk_size, block_size)
@@ -159,15 +164,10 @@ class ARDiffusionKVCache(Requests):
                 f"`available_bytes` must give at most 2**31 - 1 slots, got {self.num_blocks_total} "
                 f"blocks of {block_size}"
             )
-        policy = SlidingWindow(window_chunks, config.sink_chunks, config.reset_at_boundary)
         super().__init__(spec, policy, num_layers, self.num_blocks, max_model_len)
+        self.view_of_layer = [self.policy.view_of(layer) for layer in range(num_layers)]
         self._sessions: dict[str, Session] = {}
 
-        # Where a chunk is no whole number of blocks, an edge of the window may fall inside a block.
-        # Plans then name parts of blocks: the largest part whose edges are all the edges there are.
-        chunk_size = config.chunk_size
-        whole = chunk_size % block_size == 0
-        self.table_block_size = block_size if whole else math.gcd(block_size, chunk_size)
         self._views: list[list[torch.Tensor]] = []
         self._flat_keys: list[torch.Tensor] = []
         self._flat_values: list[torch.Tensor] = []
@@ -189,11 +189,12 @@ class ARDiffusionKVCache(Requests):
             )
             for key, value in zip(self._flat_keys, self._flat_values, strict=True)
         ]
+        self.part_pools = [pool for pair in self.table_pools for pool in pair]
         logger.info(
             "K/V window in force: chunk %d tokens, window %d chunks, sink %d, span %d, "
             "reset_at_boundary %s; block %d tokens, %d managed blocks + %d scratch, "
-            "%d branch(es), backend %s",
-            chunk_size,
+            "%d branch(es), backend %s, policy %s",
+            config.chunk_size,
             window_chunks,
             config.sink_chunks,
             num_frame_per_block,
@@ -203,6 +204,7 @@ class ARDiffusionKVCache(Requests):
             self.scratch_num_blocks,
             local_branches,
             self.backend,
+            self.policy,
         )
 
     # -- cross-attention ------------------------------------------------------------------------

@@ -16,10 +16,11 @@ from chunkattn.checks import (
 from chunkattn.errors import LifecycleError, StaleContextError
 from chunkattn.ops import write_attend
 from chunkattn.plan import Extent, Plan, PlanBuffers
-from chunkattn.window import ceil_div, common
+from chunkattn.window import Runs, ceil_div, common, runs
 
 if TYPE_CHECKING:
     from chunkattn.cache import ARDiffusionKVCache
+    from chunkattn.manager import ARDiffusionRequestAdapter
     from chunkattn.session import Session
 
 
@@ -50,20 +51,27 @@ class Branch:
         self.ran: bool = source is not None and source.ran
         self.replaying: int | None = None
         self.open_forward: ForwardContext | None = None
-        self.plan: Plan | None = None
+        self.fetched: dict[int, ARDiffusionRequestAdapter] = {}
+        if source is not None:
+            for chunk, fetched in source.fetched.items():
+                self.fetched[chunk] = cache.fork_request(fetched, self.chunk_id(chunk))
+        self.plans: tuple[Plan, ...] = ()
         self.plan_key: tuple[object, ...] = ()
         self.scratch = np.asarray(
             cache.scratch_block_ids(bool(index), 0, cache.scratch_blocks_per_branch)
         )
         scratch_tokens = cache.scratch_blocks_per_branch * cache.block_size
-        chunk_size = cache.spec.chunk_size
-        visible = (cache.spec.sink_chunks + cache.window_chunks) * chunk_size
-        self.buffers = PlanBuffers(
-            max_blocks=visible // cache.table_block_size
-            + ceil_div(scratch_tokens, cache.table_block_size),
-            max_rows=cache.window_chunks * chunk_size + scratch_tokens,
-            device=cache.device,
-        )
+        chunk_size, part = cache.spec.chunk_size, cache.table_block_size
+        self.buffers = [
+            PlanBuffers(
+                max_blocks=view.most_visible(cache.window_chunks) * chunk_size // part
+                + cache.policy.retrieved_chunks * chunk_size // part
+                + ceil_div(scratch_tokens, part),
+                max_rows=cache.window_chunks * chunk_size + scratch_tokens,
+                device=cache.device,
+            )
+            for view in cache.policy.views()
+        ]
 
     @property
     def next_chunk(self) -> int:
@@ -73,7 +81,7 @@ class Branch:
     def after(self, span: range) -> int:
         """First chunk of the span that follows ``span``."""
         if self.replaying is None:
-            return span.stop
+            return span.start + self.cache.policy.committed(len(span))
         later = (run for run in self.adapter.resident if run.stop > span.stop)
         return next((max(run.start, span.stop) for run in later), self.adapter.completed_chunks)
 
@@ -93,7 +101,35 @@ class Branch:
     def end(self) -> None:
         """Free every block; an open forward becomes stale."""
         self.open_forward = self.replaying = None
-        self.cache.end_request(self.adapter)
+        for request in self.requests():
+            self.cache.end_request(request)
+        self.fetched.clear()
+
+    def requests(self) -> "list[ARDiffusionRequestAdapter]":
+        """The branch's own request, and those of the chunks fetched from host memory."""
+        return [self.adapter, *self.fetched.values()]
+
+    def chunk_id(self, chunk: int) -> str:
+        """Request id of a fetched chunk."""
+        return f"{self.request_id}::chunk{chunk}"
+
+    def to_fetch(self, chunks: tuple[int, ...]) -> tuple[list[int], list[int]]:
+        """What to bring from host memory, and what to give back, so that these can be shown.
+
+        Raises:
+            ValueError: a chunk is neither resident nor in host memory.
+        """
+        adapter = self.adapter
+        away = [c for c in chunks if not any(c in run for run in adapter.resident)]
+        for chunk in away:
+            if chunk not in adapter.archive:
+                raise ValueError(
+                    f"`chunks` must name committed chunks, from 0 to "
+                    f"{adapter.completed_chunks - 1}, got {chunk}"
+                )
+        return [c for c in away if c not in self.fetched], [
+            c for c in self.fetched if c not in away
+        ]
 
 
 class ForwardContext:
@@ -156,6 +192,7 @@ class ForwardContext:
         first = self._side.next_chunk
         self.session._check_agreement(self._side, range(first, first + self.num_chunks))
         self._written.clear()
+        self._plans = self._plan()
         (
             self.block_table,
             self.seq_lens,
@@ -165,7 +202,7 @@ class ForwardContext:
             self.history_block_ids,
             self.span_block_ids,
             self.action_block_ids,
-        ) = self._plan()
+        ) = self._plans[0]
         self._side.open_forward = self
         self._side.ran = True
         return self
@@ -183,7 +220,10 @@ class ForwardContext:
         missing = sorted(set(range(cache.num_layers)) - self._written)
         if self.commit and kind is None and not missing:
             if self._side.replaying is None:
-                cache.commit_chunks(adapter, self.num_chunks)
+                committed = cache.policy.committed(self.num_chunks)
+                cache.commit_chunks(adapter, committed)
+                if committed < self.num_chunks:
+                    cache.release_uncommitted(adapter)
             else:
                 self._side.replay_from(self.first_chunk + self.num_chunks)
             return
@@ -199,7 +239,7 @@ class ForwardContext:
                 "ended, or its session was reset or closed"
             )
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> tuple[Plan, ...]:
         """Allocate what the forward needs and write its plan, or find the plan written already.
 
         The denoise forwards of a span differ in nothing, so they share one plan.
@@ -218,32 +258,48 @@ class ForwardContext:
             self.seq_len,
             self.action_len,
         )
-        if not self._borrows and side.plan is not None and side.plan_key == key:
-            return side.plan
+        if not self._borrows and side.plan_key == key:
+            return side.plans
         span_chunks = range(self.first_chunk, self.first_chunk + self.num_chunks)
-        if side.replaying is None:
-            visible = cache.policy.visible(adapter.resident, span_chunks)
-            cache.check_resident(adapter, visible)
-            if self._borrows:
-                cache.allocate_token_slots(adapter, self.seq_len)
-        else:
-            before = common(adapter.resident, (range(self.first_chunk),))
-            visible = common(cache.policy.visible(before, span_chunks), before)
+        resident = adapter.resident
+        if side.replaying is not None:
             self._check_replay(span_chunks)
+            resident = common(resident, (range(self.first_chunk),))
+        seen = [view.visible(resident, span_chunks) for view in cache.policy.views()]
+        if side.replaying is not None:
+            seen = [common(visible, resident) for visible in seen]
+        elif adapter.retrieved:
+            seen = [
+                common(runs([*(c for run in v for c in run), *adapter.retrieved]), resident)
+                for v in seen
+            ]
+        for visible in seen:
+            cache.check_resident(adapter, visible)
+        if self._borrows and side.replaying is None:
+            cache.allocate_token_slots(adapter, self.seq_len)
 
         table = np.asarray(cache.block_table(adapter), dtype=np.int64)
-        *past, span = (
-            Extent(table, where.start, where.stop, block_size)
-            for where in cache.storage(adapter, (*visible, span_chunks))
-        )
+
+        def extents(chunks: Runs) -> list[Extent]:
+            where = cache.storage(adapter, chunks)
+            return [Extent(table, w.start, w.stop, block_size) for w in where]
+
         action_start = 0
+        (span,) = extents((span_chunks,))
         if not self._borrows:
             span = Extent(side.scratch, 0, self.seq_len, block_size)
             action_start = self.seq_len
         action = Extent(side.scratch, action_start, action_start + self.action_len, block_size)
-        side.plan = side.buffers.write(past, span, action, cache.table_block_size)
+        fetched = [
+            Extent(np.asarray(cache.block_table(request)), 0, cache.spec.chunk_size, block_size)
+            for _, request in sorted(side.fetched.items())
+        ]
+        side.plans = tuple(
+            buffers.write([*extents(visible), *fetched], span, action, cache.table_block_size)
+            for visible, buffers in zip(seen, side.buffers, strict=True)
+        )
         side.plan_key = key
-        return side.plan
+        return side.plans
 
     def _check_replay(self, span: range) -> None:
         if not self.commit:
@@ -298,6 +354,7 @@ class ForwardContext:
         if out is None:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
         key_pool, value_pool = cache.table_pools[layer]
+        plan = self._plans[cache.view_of_layer[layer]]
         write_attend(
             query,
             key,
@@ -306,16 +363,24 @@ class ForwardContext:
             value_action,
             key_pool,
             value_pool,
-            self.slot_mapping,
-            self.block_table,
-            self.seq_lens,
-            self.query_start_loc,
+            plan.slot_mapping,
+            plan.block_table,
+            plan.seq_lens,
+            plan.query_start_loc,
             out,
             cache.head_size**-0.5 if softmax_scale is None else softmax_scale,
             cache.backend,
         )
         self._written.add(layer)
         return out
+
+    def layer_plan(self, layer: int) -> Plan:
+        """The plan of a layer: the forward's own attributes are those of the first view's layers,
+        and a policy with per-layer windows has others.
+        """
+        self._check_usable()
+        self.session.cache._check_layer(layer)
+        return self._plans[self.session.cache.view_of_layer[layer]]
 
     def mark_layer_written(self, layer: int) -> None:
         """Say that another op than ours wrote a layer's K and V to ``slot_mapping``."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunkattn.errors import LifecycleError, MissingDependencyError
+from chunkattn.pool import HostCopy
 from chunkattn.window import Runs, ceil_div, chunk_window_skipped_tokens, common
 
 try:
@@ -46,6 +47,12 @@ class ARDiffusionRequestAdapter:
         """Storage positions that own a slot, committed ones counted in."""
         self.resident: Runs = ()
         """Committed chunks that have not left."""
+        self.last_drop = 0
+        """Committed chunks when one left last."""
+        self.retrieved: tuple[int, ...] = ()
+        """Chunks shown beside the visible ones."""
+        self.archive: dict[int, HostCopy] = {}
+        """Chunks that have left, for a policy that may retrieve them."""
         self.table_epoch = 0
         """Counts the changes of the block table that no commit explains."""
         self._chunk_size = chunk_size
@@ -94,11 +101,17 @@ class ARDiffusionRequestAdapter:
         self._prefill_prefix_tokens = source.num_prompt_tokens
         self.compacted_tokens = source.compacted_tokens
         self.resident = source.resident
+        self.last_drop = source.last_drop
+        self.retrieved = source.retrieved
+        self.archive = dict(source.archive)
 
     def on_rollback(self, num_chunks: int) -> None:
         """Go back to the first ``num_chunks`` chunks."""
         self._completed_chunks = num_chunks
         self.resident = common(self.resident, (range(num_chunks),))
+        self.last_drop = min(self.last_drop, num_chunks)
+        self.retrieved = tuple(chunk for chunk in self.retrieved if chunk < num_chunks)
+        self.archive = {c: copy for c, copy in self.archive.items() if c < num_chunks}
         self.table_epoch += 1
 
 
@@ -112,9 +125,13 @@ class ChunkWindowManager(SlidingWindowManager):
         super().__init__(kv_cache_spec, *args, **kwargs)
         # What compaction has taken out: whole blocks, as ranges of positions on the time line.
         self._gaps: dict[str, list[range]] = {}
+        self.evicts = True
+        """Evict by the spec's window; else `drop` is told what leaves."""
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Tokens after the sink that are out of the window."""
+        if not self.evicts:
+            return 0
         spec = self.kv_cache_spec
         skipped: int = chunk_window_skipped_tokens(
             num_computed_tokens,
@@ -178,6 +195,25 @@ class ChunkWindowManager(SlidingWindowManager):
         gaps = self._gaps.get(request_id, ())
         shift = sum(len(gap) for gap in gaps if gap.start < tokens.start)
         return range(tokens.start - shift, tokens.stop - shift)
+
+    def drop(self, request_id: str, gaps: Sequence[range]) -> None:
+        """Free and take out whole blocks, by their positions on the time line.
+
+        Args:
+            request_id: the request.
+            gaps: everything that is not kept; what has been taken out before lies within.
+        """
+        blocks, old = self.req_to_blocks.get(request_id, []), self._gaps.get(request_id, [])
+        freed: list[Any] = []
+        for gap in reversed(gaps):  # from the end, so that entries before keep their places
+            start = gap.start - sum(len(o) for o in old if o.start < gap.start)
+            gone = sum(len(o) for o in old if gap.start <= o.start < gap.stop)
+            first = start // self.block_size
+            entries = slice(first, first + (len(gap) - gone) // self.block_size)
+            freed[:0] = blocks[entries]
+            del blocks[entries]
+        self._gaps[request_id] = list(gaps)
+        self.block_pool.free_blocks(freed)
 
     def rewind(self, request_id: str, num_tokens: int) -> None:
         """Free every block behind the first ``num_tokens`` positions of the time line."""

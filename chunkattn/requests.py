@@ -2,10 +2,12 @@
 
 import functools
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 from chunkattn.errors import ChunkAttnError, LifecycleError, PoolExhaustedError
@@ -15,9 +17,10 @@ from chunkattn.manager import (
     ChunkWindowSpec,
     build_kv_manager,
 )
-from chunkattn.policy import Policy
+from chunkattn.plan import Extent
+from chunkattn.policy import Policy, SlidingWindow
 from chunkattn.pool import HostCopy, chunk_slot_mapping, copy_blocks, resident_block_ids
-from chunkattn.window import Runs, ceil_div, common, count
+from chunkattn.window import Runs, ceil_div, common, count, merged, runs, whole_block_gaps
 
 logger = logging.getLogger("chunkattn.cache")  # a request's lines stand among its cache's
 
@@ -44,7 +47,7 @@ class Requests:
 
     Args:
         spec: the window.
-        policy: what the branches see and keep.
+        policy: what the branches see and keep; None is the spec's window.
         num_layers: layers that share a block table.
         num_blocks: managed blocks, the null block counted in.
         max_model_len: vLLM's limit for a request.
@@ -53,20 +56,30 @@ class Requests:
     def __init__(
         self,
         spec: ChunkWindowSpec,
-        policy: Policy,
+        policy: Policy | None,
         num_layers: int,
         num_blocks: int,
         max_model_len: int,
     ) -> None:
         self.lock = threading.RLock()
         self.pools: list[torch.Tensor] = []
+        self.part_pools: list[torch.Tensor] = []
         self.spec = spec
-        self.policy = policy
+        self.policy = policy or SlidingWindow(
+            spec.window_chunks, spec.sink_chunks, spec.reset_at_boundary
+        )
         self.block_size = int(spec.block_size)
+        # Where a chunk is no whole number of blocks, an edge of the window may fall inside a block.
+        # Plans then name parts of blocks: the largest part whose edges are all the edges there are.
+        whole = spec.chunk_size % self.block_size == 0
+        self.table_block_size = (
+            self.block_size if whole else math.gcd(self.block_size, spec.chunk_size)
+        )
         layer_names = [f"ar_diffusion.layer.{layer}" for layer in range(num_layers)]
         self.manager = build_kv_manager(spec, layer_names, num_blocks, max_model_len)
         self._window_manager: ChunkWindowManager = self.manager.coordinator.single_type_managers[0]
         self.null_block_id = int(self.manager.block_pool.null_block.block_id)
+        self._window_manager.evicts = policy is None
         self._adapters: dict[str, ARDiffusionRequestAdapter] = {}
 
     @property
@@ -209,13 +222,77 @@ class Requests:
         for _ in range(num_chunks):
             adapter.on_chunk_committed()
         span = range(first, first + num_chunks)
+        held = merged((*adapter.resident, span))
         kept = self.policy.kept(adapter.resident, span)
-        adapter.resident = common(kept, (*adapter.resident, span))
-        self._window_manager.remove_skipped_blocks(adapter.request_id, adapter.num_computed_tokens)
-        removed = self._window_manager.compact_block_table(adapter.request_id)
+        if adapter.retrieved:
+            kept = runs([*(chunk for run in kept for chunk in run), *adapter.retrieved])
+        adapter.resident = common(kept, held)
+        if adapter.resident != held:
+            adapter.last_drop = adapter.completed_chunks
+        self._evict(adapter, held)
+        logger.debug("commit: req=%s chunks=%d", adapter.request_id, adapter.completed_chunks)
+
+    def _evict(self, adapter: ARDiffusionRequestAdapter, held: Runs) -> None:
+        """Free the blocks of what is held and no longer resident, and compact the table."""
+        window = self._window_manager
+        if window.evicts:
+            window.remove_skipped_blocks(adapter.request_id, adapter.num_computed_tokens)
+            window.compact_block_table(adapter.request_id)
+        else:
+            if self.policy.retrieved_chunks:
+                for chunk in {c for run in held for c in run}.difference(*adapter.resident):
+                    adapter.archive[chunk] = self._copy_chunk(adapter, chunk)
+            gaps = whole_block_gaps(
+                adapter.resident,
+                adapter.num_prompt_tokens,
+                adapter.absolute_num_computed_tokens,
+                chunk_size=self.spec.chunk_size,
+                block_size=self.block_size,
+            )
+            window.drop(adapter.request_id, gaps)
+        removed = window.compacted_tokens(adapter.request_id) - adapter.compacted_tokens
         adapter.compacted_tokens += removed
         adapter.allocated_tokens -= removed
-        logger.debug("commit: req=%s chunks=%d", adapter.request_id, adapter.completed_chunks)
+
+    def _copy_chunk(self, adapter: ARDiffusionRequestAdapter, chunk: int) -> HostCopy:
+        (where,) = self.storage(adapter, (range(chunk, chunk + 1),))
+        return HostCopy(self.part_pools, self._parts(adapter, where))
+
+    def _parts(self, adapter: ARDiffusionRequestAdapter, where: range) -> list[int]:
+        """Storage positions as parts of blocks, as plans name them."""
+        table = np.asarray(self.block_table(adapter), dtype=np.int64)
+        extent = Extent(table, where.start, where.stop, self.block_size)
+        return [int(part) for part in extent.entries(self.table_block_size)]
+
+    @locked
+    def fetch_chunks(
+        self,
+        wanted: Sequence[tuple[str, HostCopy]],
+        given_back: Sequence[ARDiffusionRequestAdapter],
+    ) -> list[ARDiffusionRequestAdapter]:
+        """Bring chunks back from host memory, each as a request of its own.
+
+        Args:
+            wanted: a request id and the bytes of each chunk.
+            given_back: chunks fetched before, whose blocks may be used for these.
+
+        Raises:
+            PoolExhaustedError: too few free blocks; nothing has changed.
+        """
+        size = self.spec.chunk_size
+        back = sum(len(self.block_table(adapter)) for adapter in given_back)
+        needed = len(wanted) * ceil_div(size, self.block_size)
+        self._check_free(needed - back, "the chunks to retrieve")
+        for adapter in given_back:
+            self.end_request(adapter)
+        fetched = []
+        for request_id, copy in wanted:
+            adapter = self.begin_request(request_id)
+            self.allocate_token_slots(adapter, size)
+            adapter.on_chunk_committed()
+            copy.restore(self.part_pools, self._parts(adapter, range(size)))
+            fetched.append(adapter)
+        return fetched
 
     def storage(self, adapter: ARDiffusionRequestAdapter, chunks: Runs) -> list[range]:
         """Storage positions of runs of resident chunks."""
@@ -236,6 +313,11 @@ class Requests:
         Raises:
             LifecycleError: chunks that it must see have left.
         """
+        if not self.policy.positional and 0 < num_chunks < adapter.last_drop:
+            raise LifecycleError(
+                f"request {adapter.request_id!r} can go back to chunk {adapter.last_drop}, where a "
+                f"chunk has left, got {num_chunks}"
+            )
         resident = common(adapter.resident, (range(num_chunks),))
         must_see = self.policy.visible(resident, range(num_chunks, num_chunks + next_span))
         self.check_resident(adapter, must_see)

@@ -6,7 +6,7 @@ idle again when the forward has ended:
 | branch | event | next | effect |
 |---|---|---|---|
 | idle | enter ``forward(...)`` | planned | slots allocated, plan written |
-| idle | enter, pool exhausted or branches disagree | idle | nothing allocated, the error is raised |
+| idle | enter, pool exhausted or branches disagree | idle | nothing allocated, error raised |
 | planned | ``write_attend`` of a layer | planned | that layer counts as written |
 | planned | ``write_attend`` of the last layer | written | |
 | planned, written | clean exit, denoise | idle | nothing committed |
@@ -17,7 +17,7 @@ idle again when the forward has ended:
 
 | session | event | next | effect |
 |---|---|---|---|
-| open | ``rollback``, ``fork``, ``swap_out``, ``switch_prompt``, a branch not idle | open | refused |
+| open | any call below but ``reset`` and ``close``, a forward open | open | refused |
 | open | ``rollback(n)`` | open | the last n chunks of every branch are gone, blocks freed |
 | open | ``fork(id)`` | open | another session owns the same blocks; a write copies |
 | open | ``switch_prompt("recache")`` | replaying | the next commits rewrite the resident chunks |
@@ -37,6 +37,7 @@ span. A branch on which no forward was ever opened is not asked.
 """
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from chunkattn.errors import LifecycleError
@@ -134,6 +135,7 @@ class Session:
             cache.check_rollback(adapter, target, cache.num_frame_per_block)
         for adapter, target in zip(adapters, targets, strict=True):
             cache.rollback_chunks(adapter, target)
+        self._show({branch: branch.adapter.retrieved for branch in self._branches})
         logger.debug("rollback: session=%s chunks=%d", self.session_id, num_chunks)
 
     def fork(self, new_id: str) -> "Session":
@@ -165,7 +167,7 @@ class Session:
         """
         if self._swapped is None or self._closed:
             self._check_idle("swap_out")
-            self._swapped = self.cache.swap_out_requests(self._adapters())
+            self._swapped = self.cache.swap_out_requests(self._requests())
             logger.debug("swap_out: session=%s", self.session_id)
 
     def swap_in(self) -> None:
@@ -177,9 +179,32 @@ class Session:
         """
         self._check_not_closed()
         if self._swapped is not None:
-            self.cache.swap_in_requests(self._adapters(), self._swapped)
+            self.cache.swap_in_requests(self._requests(), self._swapped)
             self._swapped = None
             logger.debug("swap_in: session=%s", self.session_id)
+
+    def retrieve(self, chunks: Sequence[int]) -> None:
+        """Show these chunks beside what the policy shows, to all forwards until told otherwise.
+
+        For a `policy.Retrieval`: a chunk that is resident stays so, one that has left is brought
+        back from host memory.
+
+        Args:
+            chunks: committed chunks, at most the policy's ``num_chunks``; empty for none.
+
+        Raises:
+            ValueError: too many, or a chunk that a branch which ran has not committed.
+            LifecycleError: a forward is open, or the session is closed or swapped out.
+            PoolExhaustedError: too few free blocks. Nothing has changed.
+        """
+        self._check_idle("retrieve")
+        wanted = tuple(sorted(set(chunks)))
+        most = self.cache.policy.retrieved_chunks
+        if len(wanted) > most:
+            raise ValueError(
+                f"`chunks` must name at most {most} chunks, what the policy retrieves, got {wanted}"
+            )
+        self._show({branch: wanted for branch in self._branches if branch.ran})
 
     def switch_prompt(self, history: Literal["keep", "recache", "reset"]) -> list[int]:
         """Go on with another prompt: say what becomes of the history made with the old one.
@@ -209,6 +234,7 @@ class Session:
             return []
         if history == "recache":
             self.cache.make_private(self._adapters())
+            self.retrieve(())
             for branch in self._branches:
                 branch.replay_from(0)
         self._forget_cross_attention()
@@ -253,6 +279,24 @@ class Session:
 
     def _adapters(self) -> "list[ARDiffusionRequestAdapter]":
         return [branch.adapter for branch in self._branches]
+
+    def _show(self, wanted: dict[Branch, tuple[int, ...]]) -> None:
+        """Have each branch show these chunks beside the visible ones; all of them or none does."""
+        fetches = {branch: branch.to_fetch(chunks) for branch, chunks in wanted.items()}
+        fetched = self.cache.fetch_chunks(
+            [(b.chunk_id(c), b.adapter.archive[c]) for b, (new, _) in fetches.items() for c in new],
+            [b.fetched[c] for b, (_, old) in fetches.items() for c in old],
+        )
+        arrived = iter(fetched)
+        for branch, (new, old) in fetches.items():
+            for chunk in old:
+                del branch.fetched[chunk]
+            branch.fetched.update((chunk, next(arrived)) for chunk in new)
+            branch.adapter.retrieved = wanted[branch]
+            branch.adapter.table_epoch += 1
+
+    def _requests(self) -> "list[ARDiffusionRequestAdapter]":
+        return [request for branch in self._branches for request in branch.requests()]
 
     def _forget_cross_attention(self) -> None:
         self.cache.forget_cross_kv(self.session_id)

@@ -96,3 +96,23 @@ def common(a: Iterable[range], b: Iterable[range]) -> Runs:
 def count(chunks: Iterable[range]) -> int:
     """How many chunks there are."""
     return sum(map(len, chunks))
+
+
+def whole_block_gaps(
+    kept: Iterable[range], start: int, end: int, *, chunk_size: int, block_size: int
+) -> Runs:
+    """Token positions before ``end`` of the blocks that hold no token of the kept chunks.
+
+    Args:
+        kept: chunks, ascending.
+        start: position of chunk 0; what lies before it is kept.
+        end: committed tokens. A block that is still being filled is kept.
+        chunk_size: tokens of a chunk.
+        block_size: tokens of a block.
+    """
+    inner = [start + edge * chunk_size for run in kept for edge in (run.start, run.stop)]
+    edges = [start, *inner, end]
+    return merged(
+        range(ceil_div(a, block_size) * block_size, b // block_size * block_size)
+        for a, b in zip(edges[::2], edges[1::2], strict=True)
+    )
