@@ -21,6 +21,7 @@ from chunkattn.sizing import (
     managed_blocks,
     scratch_blocks,
 )
+from chunkattn.streams import Turn
 from chunkattn.window import ceil_div
 
 if TYPE_CHECKING:
@@ -164,8 +165,10 @@ class ARDiffusionKVCache(Requests):
                 f"`available_bytes` must give at most 2**31 - 1 slots, got {self.num_blocks_total} "
                 f"blocks of {block_size}"
             )
-        super().__init__(spec, policy, num_layers, self.num_blocks, max_model_len)
+        super().__init__(spec, policy, num_layers, self.num_blocks, max_model_len, self.device)
         self.view_of_layer = [self.policy.view_of(layer) for layer in range(num_layers)]
+        # A single session waits for nobody.
+        self.scratch_turns = [Turn() for _ in range(local_branches)] if session_capacity > 1 else []
         self._sessions: dict[str, Session] = {}
 
         self._views: list[list[torch.Tensor]] = []

@@ -192,6 +192,7 @@ class ForwardContext:
         first = self._side.next_chunk
         self.session._check_agreement(self._side, range(first, first + self.num_chunks))
         self._written.clear()
+        self._side.adapter.stream = self.session.cache.settling.stream()
         self._plans = self._plan()
         (
             self.block_table,
@@ -355,7 +356,7 @@ class ForwardContext:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
         key_pool, value_pool = cache.table_pools[layer]
         plan = self._plans[cache.view_of_layer[layer]]
-        write_attend(
+        arguments = (
             query,
             key,
             value,
@@ -371,6 +372,13 @@ class ForwardContext:
             cache.head_size**-0.5 if softmax_scale is None else softmax_scale,
             cache.backend,
         )
+        if cache.scratch_turns:
+            turn = cache.scratch_turns[self.branch]
+            with turn.lock:
+                turn.take(self._side.adapter.stream)
+                write_attend(*arguments)
+        else:
+            write_attend(*arguments)
         self._written.add(layer)
         return out
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from chunkattn.errors import LifecycleError, MissingDependencyError
 from chunkattn.pool import HostCopy
 from chunkattn.window import Runs, ceil_div, chunk_window_skipped_tokens, common
@@ -53,6 +55,8 @@ class ARDiffusionRequestAdapter:
         """Chunks shown beside the visible ones."""
         self.archive: dict[int, HostCopy] = {}
         """Chunks that have left, for a policy that may retrieve them."""
+        self.stream: torch.cuda.Stream | None = None
+        """Where the request's forwards run; None on a CPU."""
         self.table_epoch = 0
         """Counts the changes of the block table that no commit explains."""
         self._chunk_size = chunk_size

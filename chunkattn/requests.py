@@ -20,6 +20,7 @@ from chunkattn.manager import (
 from chunkattn.plan import Extent
 from chunkattn.policy import Policy, SlidingWindow
 from chunkattn.pool import HostCopy, chunk_slot_mapping, copy_blocks, resident_block_ids
+from chunkattn.streams import Settling
 from chunkattn.window import Runs, ceil_div, common, count, merged, runs, whole_block_gaps
 
 logger = logging.getLogger("chunkattn.cache")  # a request's lines stand among its cache's
@@ -51,6 +52,7 @@ class Requests:
         num_layers: layers that share a block table.
         num_blocks: managed blocks, the null block counted in.
         max_model_len: vLLM's limit for a request.
+        device: where the pools lie.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class Requests:
         num_layers: int,
         num_blocks: int,
         max_model_len: int,
+        device: torch.device,
     ) -> None:
         self.lock = threading.RLock()
+        self.settling = Settling(device)
         self.pools: list[torch.Tensor] = []
         self.part_pools: list[torch.Tensor] = []
         self.spec = spec
@@ -118,6 +122,7 @@ class Requests:
         if self._adapters.get(adapter.request_id) is not adapter:
             return
         self.manager.free(adapter)
+        self.settling.freed(adapter.stream)
         del self._adapters[adapter.request_id]
         logger.debug(
             "end_request: req=%s chunks=%d free=%d",
@@ -171,6 +176,8 @@ class Requests:
                 f"K/V pool exhausted: {self.num_free_blocks} free blocks are too few for "
                 f"{num_tokens} more tokens of request {adapter.request_id!r}"
             )
+        if missing > 0:
+            self.settling.reused()
         self._unshare(adapter, shared)
         adapter.allocated_tokens = max(adapter.allocated_tokens, end)
         return self.block_table(adapter)
@@ -182,6 +189,7 @@ class Requests:
         kept = min(adapter.allocated_tokens, adapter.num_computed_tokens)
         self._window_manager.truncate(adapter.request_id, kept)
         adapter.allocated_tokens = kept
+        self.settling.freed(adapter.stream)
 
     def block_table(self, adapter: ARDiffusionRequestAdapter) -> list[int]:
         """The request's block table, in storage order."""
@@ -250,6 +258,7 @@ class Requests:
                 block_size=self.block_size,
             )
             window.drop(adapter.request_id, gaps)
+        self.settling.freed(adapter.stream)
         removed = window.compacted_tokens(adapter.request_id) - adapter.compacted_tokens
         adapter.compacted_tokens += removed
         adapter.allocated_tokens -= removed
@@ -343,6 +352,7 @@ class Requests:
         adapter.on_rollback(num_chunks)
         window = self._window_manager
         window.rewind(adapter.request_id, adapter.absolute_num_computed_tokens)
+        self.settling.freed(adapter.stream)
         adapter.compacted_tokens = window.compacted_tokens(adapter.request_id)
         owned = len(self.block_table(adapter)) * self.block_size
         adapter.allocated_tokens = min(adapter.num_computed_tokens, owned)
@@ -371,6 +381,7 @@ class Requests:
             self.release_uncommitted(adapter)
             copies.append(HostCopy(self.pools, self.block_table(adapter)))
             self._window_manager.truncate(adapter.request_id, 0)
+            self.settling.freed(adapter.stream)
             adapter.table_epoch += 1
             adapter.allocated_tokens = 0
         return copies
@@ -385,6 +396,7 @@ class Requests:
             PoolExhaustedError: too few free blocks; nothing was allocated.
         """
         self._check_free(sum(copy.num_blocks for copy in copies), "what was swapped out")
+        self.settling.reused()
         for adapter, copy in zip(adapters, copies, strict=True):
             ids = self._window_manager.refill(adapter.request_id, copy.num_blocks)
             copy.restore(self.pools, ids)
@@ -405,8 +417,13 @@ class Requests:
             self._unshare(adapter, entries)
 
     def _unshare(self, adapter: ARDiffusionRequestAdapter, entries: Sequence[int]) -> None:
-        copy_blocks(self.pools, self._window_manager.unshare(adapter.request_id, entries))
-        adapter.table_epoch += bool(entries)
+        if not entries:
+            return
+        pairs = self._window_manager.unshare(adapter.request_id, entries)
+        self.settling.reused()
+        copy_blocks(self.pools, pairs)
+        self.settling.freed(self.settling.stream())
+        adapter.table_epoch += 1
 
     def _check_free(self, num_blocks: int, what: str) -> None:
         if num_blocks > self.num_free_blocks:
