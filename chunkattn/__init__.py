@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from chunkattn.cache import ARDiffusionKVCache as ARDiffusionKVCache
     from chunkattn.config import ARDiffusionKVConfig as ARDiffusionKVConfig
+    from chunkattn.cross_attention import CrossAttentionSpec as CrossAttentionSpec
     from chunkattn.errors import ChunkAttnError as ChunkAttnError
     from chunkattn.errors import LifecycleError as LifecycleError
     from chunkattn.errors import MissingDependencyError as MissingDependencyError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "ARDiffusionKVConfig": "config",
+    "CrossAttentionSpec": "cross_attention",
     "ChunkAttnError": "errors",
     "LifecycleError": "errors",
     "MissingDependencyError": "errors",

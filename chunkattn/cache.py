@@ -1,13 +1,14 @@
 """The paged K/V cache of one model: vLLM's manager, pools, scratch and cross-attention."""
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from chunkattn.checks import POOL_DTYPES
 from chunkattn.config import ARDiffusionKVConfig
-from chunkattn.cross_attention import CrossAttention
+from chunkattn.cross_attention import CrossAttention, CrossAttentionSpec, NamedCrossAttention
 from chunkattn.errors import LifecycleError, PoolExhaustedError
 from chunkattn.manager import ARDiffusionRequestAdapter, ChunkWindowSpec
 from chunkattn.policy import Policy
@@ -57,6 +58,8 @@ class ARDiffusionKVCache(Requests):
         backend: ``"auto"``, ``"torch"`` or ``"triton"``, for the sessions.
         policy: what the branches see and keep, from `chunkattn.policy` or one's own. None is the
             config's sink and window. ``window_chunks`` bounds a span in either case.
+        cross_attention: named cross-attention K/V of each session, beside the static pools; room
+            for ``session_capacity`` of them is deducted from the memory.
 
     Raises:
         ValueError: an argument does not fit, or the memory holds fewer blocks than a rollout needs
@@ -83,6 +86,7 @@ class ARDiffusionKVCache(Requests):
         session_capacity: int = 1,
         backend: str = "auto",
         policy: Policy | None = None,
+        cross_attention: Mapping[str, CrossAttentionSpec] | None = None,
     ) -> None:
         from chunkattn.ops import BACKENDS, resolve_backend
 
@@ -147,8 +151,12 @@ class ARDiffusionKVCache(Requests):
             device=device,
         )
 
+        self._cross_specs = dict(cross_attention or {})
+        self._has_tensors = device is not None
         self.managed_num_blocks = self.num_blocks = managed_blocks(
-            available_bytes - self._cross_attention.num_bytes,
+            available_bytes
+            - self._cross_attention.num_bytes
+            - session_capacity * self.new_cross_attention().num_bytes(local_branches),
             config.gpu_memory_fraction,
             page_size_bytes=int(spec.page_size_bytes) * num_layers,
             local_branches=local_branches,
@@ -267,6 +275,16 @@ class ARDiffusionKVCache(Requests):
             adapter.request_id,
             layer_index,
             adapter.completed_chunks,
+        )
+
+    def new_cross_attention(self) -> NamedCrossAttention:
+        """Empty named K/V for a session."""
+        return NamedCrossAttention(
+            self._cross_specs,
+            num_layers=self.num_layers,
+            head_size=self.head_size,
+            dtype=self.dtype,
+            device=self.device if self._has_tensors else None,
         )
 
     def forget_cross_kv(self, session_id: str) -> None:

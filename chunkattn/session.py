@@ -40,6 +40,8 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from chunkattn.errors import LifecycleError
 from chunkattn.forward import Branch, ForwardContext
 from chunkattn.pool import HostCopy
@@ -65,14 +67,17 @@ class Session:
         self._closed = False
         self._swapped: list[HostCopy] | None = None
         self._branches: list[Branch] = []
+        self._cross_attention = cache.new_cross_attention()
         try:
             for index in range(cache.local_branches):
                 origin = source._branches[index] if source else None
                 self._branches.append(Branch(cache, index, f"{session_id}::branch{index}", origin))
         except LifecycleError:  # a live request of that name: leave none of ours behind
             for branch in self._branches:
-                cache.end_request(branch.adapter)
+                branch.end()
             raise
+        if source is not None:
+            self._cross_attention.share(source._cross_attention)
 
     def adapter(self, branch: int = 0) -> "ARDiffusionRequestAdapter":
         """The request of a branch: its position and counters."""
@@ -274,8 +279,47 @@ class Session:
             self._closed, self._swapped = True, None
             for branch in self._branches:
                 branch.end()
+            self._cross_attention.close()
             self.cache.forget_session(self.session_id)
         logger.debug("close: session=%s", self.session_id)
+
+    def fill_cross_attention(
+        self,
+        name: str,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        *,
+        branch: int = 0,
+    ) -> None:
+        """Write the K/V of conditioning tokens, all layers at once, in place.
+
+        Args:
+            name: one of the names that the cache was built with.
+            keys: for each layer ``(rows, num_kv_heads, head_size)``, the name's own heads and at
+                most its ``length`` rows.
+            values: as ``keys``.
+            branch: guidance side.
+
+        Raises:
+            ValueError, TypeError: a layer is missing or does not fit; nothing was written.
+            LifecycleError: the session is closed.
+        """
+        self._branch(branch)
+        with self.cache.lock:  # a fork may let go of what it shares
+            self._cross_attention.fill(name, branch, keys, values)
+
+    def cross_attention(
+        self, name: str, layer: int, *, branch: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, ``(rows, num_kv_heads, head_size)``: views, valid until refilled.
+
+        Raises:
+            LifecycleError: not filled since the session or its prompt began, or the session is
+                closed.
+        """
+        self._branch(branch)
+        self.cache._check_layer(layer)
+        return self._cross_attention.read(name, layer, branch)
 
     def _adapters(self) -> "list[ARDiffusionRequestAdapter]":
         return [branch.adapter for branch in self._branches]
@@ -299,6 +343,7 @@ class Session:
         return [request for branch in self._branches for request in branch.requests()]
 
     def _forget_cross_attention(self) -> None:
+        self._cross_attention.forget()
         self.cache.forget_cross_kv(self.session_id)
 
     def _check_not_closed(self) -> None:

@@ -46,6 +46,7 @@ def test_constructor_arguments():
         "session_capacity": 1,
         "backend": "auto",
         "policy": None,
+        "cross_attention": None,
     }
     parameters = inspect.signature(ARDiffusionKVCache).parameters
     assert {name: p.default for name, p in parameters.items()} == expected
