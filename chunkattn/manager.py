@@ -223,9 +223,11 @@ class ChunkWindowManager(SlidingWindowManager):
         """Free every block behind the first ``num_tokens`` positions of the time line."""
         edge = num_tokens // self.block_size * self.block_size
         gaps = self._gaps.pop(request_id, [])
+        left = any(edge in gap for gap in gaps)  # the block that would be filling is gone
         if gaps := [range(g.start, min(g.stop, edge)) for g in gaps if g.start < edge]:
             self._gaps[request_id] = gaps
-        self.truncate(request_id, num_tokens - sum(map(len, gaps)))
+        kept = edge if left else num_tokens
+        self.truncate(request_id, kept - sum(map(len, gaps)))
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
         """Free every block behind the first ``num_tokens`` storage positions."""
