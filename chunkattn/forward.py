@@ -183,16 +183,17 @@ class ForwardContext:
                 see chunks that have left.
             PoolExhaustedError: too few free blocks; nothing was allocated.
         """
-        self.session._check_open()
-        if self._side.open_forward is not None:
+        session, side = self.session, self._side
+        session._check_open()
+        if side.open_forward is not None:
             raise LifecycleError(
-                f"branch {self.branch} of session {self.session.session_id!r} must have no open "
+                f"branch {self.branch} of session {session.session_id!r} must have no open "
                 "forward, got a second"
             )
-        first = self._side.next_chunk
-        self.session._check_agreement(self._side, range(first, first + self.num_chunks))
+        self.first_chunk = first = side.next_chunk
+        session._check_agreement(side, range(first, first + self.num_chunks))
         self._written.clear()
-        self._side.adapter.stream = self.session.cache.settling.stream()
+        side.adapter.stream = session.cache.settling.stream()
         self._plans = self._plan()
         (
             self.block_table,
@@ -204,8 +205,8 @@ class ForwardContext:
             self.span_block_ids,
             self.action_block_ids,
         ) = self._plans[0]
-        self._side.open_forward = self
-        self._side.ran = True
+        side.open_forward = self
+        side.ran = True
         return self
 
     def __exit__(
@@ -247,7 +248,6 @@ class ForwardContext:
         """
         cache, side, adapter = self.session.cache, self._side, self._side.adapter
         block_size = cache.block_size
-        self.first_chunk = side.next_chunk
         # A denoise span lies in scratch. One longer than the declared span borrows managed blocks.
         scratch_tokens = cache.scratch_blocks_per_branch * block_size
         self._borrows = self.commit or self.seq_len + self.action_len > scratch_tokens
@@ -285,11 +285,10 @@ class ForwardContext:
             where = cache.storage(adapter, chunks)
             return [Extent(table, w.start, w.stop, block_size) for w in where]
 
-        action_start = 0
-        (span,) = extents((span_chunks,))
-        if not self._borrows:
-            span = Extent(side.scratch, 0, self.seq_len, block_size)
-            action_start = self.seq_len
+        if self._borrows:
+            (span,), action_start = extents((span_chunks,)), 0
+        else:
+            span, action_start = Extent(side.scratch, 0, self.seq_len, block_size), self.seq_len
         action = Extent(side.scratch, action_start, action_start + self.action_len, block_size)
         fetched = [
             Extent(np.asarray(cache.block_table(request)), 0, cache.spec.chunk_size, block_size)

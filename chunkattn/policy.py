@@ -80,14 +80,16 @@ class SlidingWindow(Policy):
         return self.capacity_chunks
 
     def visible(self, resident: Runs, span: range) -> Runs:
-        both = visible_history(
+        sink, recent = visible_history(
             span.start,
             len(span),
             window_chunks=self.window_chunks,
             sink_chunks=self.sink_chunks,
             reset_at_boundary=self.reset_at_boundary,
         )
-        return merged(both)
+        if sink.stop == recent.start:
+            sink, recent = range(sink.start, recent.stop), range(0)
+        return tuple(run for run in (sink, recent) if run)
 
     def kept(self, resident: Runs, span: range) -> Runs:
         # As much as a span of no chunks would see.

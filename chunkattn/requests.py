@@ -21,7 +21,7 @@ from chunkattn.plan import Extent
 from chunkattn.policy import Policy, SlidingWindow
 from chunkattn.pool import HostCopy, chunk_slot_mapping, copy_blocks, resident_block_ids
 from chunkattn.streams import Settling
-from chunkattn.window import Runs, ceil_div, common, count, merged, runs, whole_block_gaps
+from chunkattn.window import Runs, ceil_div, common, merged, runs, whole_block_gaps, within
 
 logger = logging.getLogger("chunkattn.cache")  # a request's lines stand among its cache's
 
@@ -337,7 +337,7 @@ class Requests:
         Raises:
             LifecycleError: a chunk is not resident.
         """
-        if count(common(chunks, adapter.resident)) != count(chunks):
+        if not within(chunks, adapter.resident):
             left = {c for run in chunks for c in run} - {c for run in adapter.resident for c in run}
             raise LifecycleError(
                 f"request {adapter.request_id!r} must see chunks {sorted(left)}, which have left"

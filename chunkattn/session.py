@@ -351,7 +351,8 @@ class Session:
             raise LifecycleError(f"session {self.session_id!r} is closed")
 
     def _check_open(self) -> None:
-        self._check_not_closed()
+        if self._closed:
+            self._check_not_closed()
         if self._swapped is not None:
             raise LifecycleError(
                 f"session {self.session_id!r} is swapped out: call swap_in() first"

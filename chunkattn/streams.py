@@ -14,11 +14,12 @@ class Settling:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._on_gpu = device.type == "cuda"
         self._freed: dict[torch.cuda.Stream, torch.cuda.Event] = {}
 
     def stream(self) -> torch.cuda.Stream | None:
         """The stream that this thread launches on; None on a CPU."""
-        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        return torch.cuda.current_stream(self._device) if self._on_gpu else None
 
     def freed(self, reader: torch.cuda.Stream | None) -> None:
         """Note that blocks are free again, which forwards on ``reader`` may still read."""

@@ -90,7 +90,24 @@ def merged(ranges: Iterable[range]) -> Runs:
 
 def common(a: Iterable[range], b: Iterable[range]) -> Runs:
     """What two ascending sequences of ranges have in common. ``b`` is gone through repeatedly."""
-    return merged(range(max(x.start, y.start), min(x.stop, y.stop)) for x in a for y in b)
+    found = []
+    for x in a:
+        for y in b:
+            start, stop = max(x.start, y.start), min(x.stop, y.stop)
+            if start < stop:
+                found.append(range(start, stop))
+    return merged(found) if len(found) > 1 else tuple(found)
+
+
+def within(chunks: Runs, runs: Runs) -> bool:
+    """Whether every one of ``chunks`` is in ``runs``."""
+    for x in chunks:
+        for y in runs:
+            if y.start <= x.start and x.stop <= y.stop:
+                break
+        else:
+            return False
+    return True
 
 
 def count(chunks: Iterable[range]) -> int:
