@@ -192,13 +192,20 @@ class ChunkWindowManager(SlidingWindowManager):
 
     def compacted_tokens(self, request_id: str) -> int:
         """Tokens that compaction has taken out of a request's table."""
-        return sum(map(len, self._gaps.get(request_id, ())))
+        gaps = self._gaps.get(request_id)
+        return sum(map(len, gaps)) if gaps else 0
 
     def storage(self, request_id: str, tokens: range) -> range:
         """Where tokens of the time line, none of which has left, lie in the table."""
-        gaps = self._gaps.get(request_id, ())
-        shift = sum(len(gap) for gap in gaps if gap.start < tokens.start)
+        shift = 0
+        for gap in self._gaps.get(request_id, ()):
+            if gap.start < tokens.start:
+                shift += len(gap)
         return range(tokens.start - shift, tokens.stop - shift)
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """The block table of a request."""
+        return [block.block_id for block in self.req_to_blocks.get(request_id, ())]
 
     def drop(self, request_id: str, gaps: Sequence[range]) -> None:
         """Free and take out whole blocks, by their positions on the time line.

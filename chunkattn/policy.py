@@ -80,20 +80,22 @@ class SlidingWindow(Policy):
         return self.capacity_chunks
 
     def visible(self, resident: Runs, span: range) -> Runs:
+        return self._seen(span.start, span.stop)
+
+    def kept(self, resident: Runs, span: range) -> Runs:
+        return self._seen(span.stop, span.stop)  # as much as a span of no chunks sees
+
+    def _seen(self, first: int, stop: int) -> Runs:
         sink, recent = visible_history(
-            span.start,
-            len(span),
+            first,
+            stop - first,
             window_chunks=self.window_chunks,
             sink_chunks=self.sink_chunks,
             reset_at_boundary=self.reset_at_boundary,
         )
         if sink.stop == recent.start:
-            sink, recent = range(sink.start, recent.stop), range(0)
-        return tuple(run for run in (sink, recent) if run)
-
-    def kept(self, resident: Runs, span: range) -> Runs:
-        # As much as a span of no chunks would see.
-        return self.visible(resident, range(span.stop, span.stop))
+            return (range(recent.stop),) if first else ()
+        return (sink, recent) if sink and recent else (sink or recent,)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 import numpy as np
 import torch
 
-from chunkattn.errors import ChunkAttnError, LifecycleError, PoolExhaustedError
+from chunkattn.errors import LifecycleError, PoolExhaustedError
+from chunkattn.integrity import check_integrity
 from chunkattn.manager import (
     ARDiffusionRequestAdapter,
     ChunkWindowManager,
@@ -193,7 +194,7 @@ class Requests:
 
     def block_table(self, adapter: ARDiffusionRequestAdapter) -> list[int]:
         """The request's block table, in storage order."""
-        return list(self.manager.get_block_ids(adapter.request_id)[0])
+        return self._window_manager.block_ids(adapter.request_id)
 
     def chunk_write_slots(self, adapter: ARDiffusionRequestAdapter) -> torch.Tensor:
         """Slots of the chunk in flight, ``(chunk_size,)`` int64.
@@ -231,7 +232,7 @@ class Requests:
             adapter.on_chunk_committed()
         span = range(first, first + num_chunks)
         held = merged((*adapter.resident, span))
-        kept = self.policy.kept(adapter.resident, span)
+        kept = merged(self.policy.kept(adapter.resident, span))
         if adapter.retrieved:
             kept = runs([*(chunk for run in kept for chunk in run), *adapter.retrieved])
         adapter.resident = common(kept, held)
@@ -439,38 +440,7 @@ class Requests:
         Raises:
             ChunkAttnError: a block is owned twice, lost, or counted wrongly; the message names it.
         """
-        owners: dict[int, list[str]] = {}
-        for request_id, adapter in self._adapters.items():
-            table = self.block_table(adapter)
-            expected = ceil_div(adapter.allocated_tokens, self.block_size)
-            if len(table) != expected:
-                raise ChunkAttnError(
-                    f"request {request_id!r} has {len(table)} blocks for "
-                    f"{adapter.allocated_tokens} tokens"
-                )
-            gap = self._window_manager.gap(request_id, adapter.num_computed_tokens)
-            if self.null_block_id in table[: gap.start] + table[gap.stop :]:
-                raise ChunkAttnError(f"request {request_id!r} sees the null block: {table}")
-            for block in resident_block_ids(table, self.null_block_id):
-                owners.setdefault(block, []).append(request_id)
-        blocks = self.manager.block_pool.blocks
-        for block in blocks:
-            names = owners.get(block.block_id, [])
-            if len(set(names)) < len(names) or len(names) > max(1, block.ref_cnt):
-                raise ChunkAttnError(
-                    f"block {block.block_id} is owned by {' and by '.join(map(repr, names))}, and "
-                    f"its reference count is {block.ref_cnt}"
-                )
-            if block.block_id != self.null_block_id and block.ref_cnt != len(names):
-                raise ChunkAttnError(
-                    f"block {block.block_id} has {len(names)} owner(s) and reference count "
-                    f"{block.ref_cnt}"
-                )
-        if len(owners) + self.num_free_blocks + 1 != len(blocks):
-            raise ChunkAttnError(
-                f"{len(owners)} owned + {self.num_free_blocks} free + the null block are not the "
-                f"pool's {len(blocks)} blocks"
-            )
+        check_integrity(self)
 
     def _check_live(self, adapter: ARDiffusionRequestAdapter) -> None:
         if self._adapters.get(adapter.request_id) is not adapter:

@@ -42,8 +42,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from chunkattn.branch import Branch
 from chunkattn.errors import LifecycleError
-from chunkattn.forward import Branch, ForwardContext
+from chunkattn.forward import ForwardContext
 from chunkattn.pool import HostCopy
 
 if TYPE_CHECKING:
@@ -99,9 +100,10 @@ class Session:
             ValueError: an argument does not fit.
             LifecycleError: the session is closed or swapped out.
         """
-        self._check_open()
         cache, chunk_size = self.cache, self.cache.spec.chunk_size
         side = self._branch(branch)
+        if self._swapped is not None:
+            self._check_open()
         if seq_len <= 0 or seq_len % chunk_size or seq_len > cache.window_chunks * chunk_size:
             raise ValueError(
                 f"`seq_len` must be a positive multiple of chunk_size {chunk_size}, at most "
@@ -372,9 +374,9 @@ class Session:
     def _check_agreement(self, branch: Branch, span: range) -> None:
         """A span starts where every branch that ran stands, or stood before it ran this span."""
         for other in self._branches:
-            if other is branch or not other.ran:
-                continue
-            if other.next_chunk not in (span.start, branch.after(span)):
+            if other is not branch and other.ran and other.next_chunk != span.start:
+                if other.next_chunk == branch.after(span):
+                    continue
                 raise LifecycleError(
                     f"branches must agree: branch {branch.index} of session {self.session_id!r} "
                     f"would run chunks {span.start} to {span.stop - 1}, and branch {other.index} "

@@ -88,15 +88,16 @@ def merged(ranges: Iterable[range]) -> Runs:
     return tuple(found)
 
 
-def common(a: Iterable[range], b: Iterable[range]) -> Runs:
-    """What two ascending sequences of ranges have in common. ``b`` is gone through repeatedly."""
+def common(a: Runs, b: Runs) -> Runs:
+    """What two `Runs` have in common."""
     found = []
     for x in a:
         for y in b:
-            start, stop = max(x.start, y.start), min(x.stop, y.stop)
+            start = x.start if x.start > y.start else y.start
+            stop = x.stop if x.stop < y.stop else y.stop
             if start < stop:
                 found.append(range(start, stop))
-    return merged(found) if len(found) > 1 else tuple(found)
+    return tuple(found)
 
 
 def within(chunks: Runs, runs: Runs) -> bool:

@@ -44,7 +44,7 @@ ROWS: dict[str, tuple[set[str], set[str]]] = {
     "torch_backend": (BASE, {"numpy", "torch"}),
     "ops": (BASE | {"torch_backend"}, {"numpy", "torch"}),
     "manager": (BASE, {"numpy", "torch", "vllm"}),
-    "requests": (BASE | {"manager"}, {"torch"}),
+    "requests": (BASE | {"manager"}, {"numpy", "torch"}),
     "cache": (BASE | {"manager", "ops", "requests"}, {"numpy", "torch"}),
     "forward": (BASE | {"manager", "ops"}, {"numpy", "torch"}),
     "session": (BASE | {"cache", "forward", "manager", "ops"}, {"numpy", "torch"}),
