@@ -95,7 +95,7 @@ class SlidingWindow(Policy):
         )
         if sink.stop == recent.start:
             return (range(recent.stop),) if first else ()
-        return (sink, recent) if sink and recent else (sink or recent,)
+        return tuple(run for run in (sink, recent) if run)
 
 
 @dataclass(frozen=True)
