@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from chunkattn.block_ops import swap_blocks as swap_blocks
     from chunkattn.cache import ARDiffusionKVCache as ARDiffusionKVCache
     from chunkattn.config import ARDiffusionKVConfig as ARDiffusionKVConfig
+    from chunkattn.cross_attention import CrossAttentionSpec as CrossAttentionSpec
     from chunkattn.errors import ChunkAttnError as ChunkAttnError
     from chunkattn.errors import LifecycleError as LifecycleError
     from chunkattn.errors import MissingDependencyError as MissingDependencyError
     from chunkattn.errors import PoolExhaustedError as PoolExhaustedError
     from chunkattn.errors import StaleContextError as StaleContextError
+    from chunkattn.forward import ForwardContext as ForwardContext
     from chunkattn.functional import paged_window_attention as paged_window_attention
     from chunkattn.functional import scatter_kv as scatter_kv
     from chunkattn.fused import norm_rope_scatter as norm_rope_scatter
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from chunkattn.pool import compute_slot_mapping as compute_slot_mapping
     from chunkattn.pool import pool_write_chunk as pool_write_chunk
     from chunkattn.pool import resident_block_ids as resident_block_ids
-    from chunkattn.session import ForwardContext as ForwardContext
     from chunkattn.session import Session as Session
     from chunkattn.window import chunk_window_skipped_tokens as chunk_window_skipped_tokens
 
@@ -42,6 +43,7 @@ _MODULE_OF = {
     "copy_blocks": "block_ops",
     "swap_blocks": "block_ops",
     "ARDiffusionKVConfig": "config",
+    "CrossAttentionSpec": "cross_attention",
     "ChunkAttnError": "errors",
     "LifecycleError": "errors",
     "MissingDependencyError": "errors",
@@ -63,7 +65,7 @@ _MODULE_OF = {
     "compute_slot_mapping": "pool",
     "pool_write_chunk": "pool",
     "resident_block_ids": "pool",
-    "ForwardContext": "session",
+    "ForwardContext": "forward",
     "Session": "session",
     "chunk_window_skipped_tokens": "window",
 }

@@ -1,29 +1,29 @@
 """The paged K/V cache of one model: vLLM's manager, pools, scratch and cross-attention."""
 
 import logging
-import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from chunkattn.checks import POOL_DTYPES
 from chunkattn.config import ARDiffusionKVConfig
-from chunkattn.cross_attention import CrossAttention
-from chunkattn.errors import ChunkAttnError, LifecycleError, PoolExhaustedError
-from chunkattn.manager import (
-    ARDiffusionRequestAdapter,
-    ChunkWindowManager,
-    ChunkWindowSpec,
-    build_kv_manager,
+from chunkattn.cross_attention import CrossAttention, CrossAttentionSpec, NamedCrossAttention
+from chunkattn.errors import LifecycleError, PoolExhaustedError
+from chunkattn.manager import ARDiffusionRequestAdapter, ChunkWindowSpec
+from chunkattn.policy import Policy
+from chunkattn.pool import allocate_kv_pool_with_views, pool_write_chunk
+from chunkattn.requests import Requests, locked
+from chunkattn.sizing import (
+    SCRATCH_ENV,
+    branch_blocks,
+    check_policy,
+    checked_window,
+    managed_blocks,
+    scratch_blocks,
 )
-from chunkattn.pool import (
-    allocate_kv_pool_with_views,
-    chunk_slot_mapping,
-    pool_write_chunk,
-    resident_block_ids,
-)
-from chunkattn.sizing import SCRATCH_ENV, checked_window, managed_blocks, scratch_blocks
-from chunkattn.window import blocks_per_branch, ceil_div
+from chunkattn.streams import Turn
+from chunkattn.window import ceil_div
 
 if TYPE_CHECKING:
     from chunkattn.session import Session
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ARDiffusionKVCache:
+class ARDiffusionKVCache(Requests):
     """The paged K/V cache of one model.
 
     The high road is `open_session`. Below it lie the seed's calls, one request a branch:
@@ -56,6 +56,10 @@ class ARDiffusionKVCache:
         max_scratch_tokens_per_branch: action and state tokens of a forward.
         session_capacity: sessions that may be open at a time. Reserves no blocks.
         backend: ``"auto"``, ``"torch"``, ``"triton"``, ``"fa3"`` or ``"fa2"``, for the sessions.
+        policy: what the branches see and keep, from `chunkattn.policy` or one's own. None is the
+            config's sink and window. ``window_chunks`` bounds a span in either case.
+        cross_attention: named cross-attention K/V of each session, beside the static pools; room
+            for ``session_capacity`` of them is deducted from the memory.
 
     Raises:
         ValueError: an argument does not fit, or the memory holds fewer blocks than a rollout needs
@@ -81,10 +85,14 @@ class ARDiffusionKVCache:
         max_scratch_tokens_per_branch: int = 0,
         session_capacity: int = 1,
         backend: str = "auto",
+        policy: Policy | None = None,
+        cross_attention: Mapping[str, CrossAttentionSpec] | None = None,
     ) -> None:
         from chunkattn.ops import BACKENDS, resolve_backend
 
         window_chunks = checked_window(config, num_frame_per_block)
+        if policy is not None:
+            check_policy(policy, num_layers, num_frame_per_block)
         if local_branches not in (1, 2):
             raise ValueError(f"`local_branches` must be 1 or 2, got {local_branches}")
         for name, number, least in (
@@ -109,7 +117,6 @@ class ARDiffusionKVCache:
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
         self.dtype = dtype
-        self.block_size = block_size
         self.device = torch.device("cpu") if device is None else torch.device(device)
         self.local_branches = local_branches
         self.num_frame_per_block = num_frame_per_block
@@ -128,7 +135,7 @@ class ARDiffusionKVCache:
         elif backend not in BACKENDS:
             raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}")
 
-        self.spec = ChunkWindowSpec(
+        spec = ChunkWindowSpec(
             block_size=block_size,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
@@ -151,18 +158,16 @@ class ARDiffusionKVCache:
             device=device,
         )
 
+        self._cross_specs = dict(cross_attention or {})
+        self._has_tensors = device is not None
         self.managed_num_blocks = self.num_blocks = managed_blocks(
-            available_bytes - self._cross_attention.num_bytes,
+            available_bytes
+            - self._cross_attention.num_bytes
+            - session_capacity * self.new_cross_attention().num_bytes(local_branches),
             config.gpu_memory_fraction,
-            page_size_bytes=int(self.spec.page_size_bytes) * num_layers,
+            page_size_bytes=int(spec.page_size_bytes) * num_layers,
             local_branches=local_branches,
-            blocks_per_branch=blocks_per_branch(
-                block_size=block_size,
-                chunk_size=config.chunk_size,
-                window_chunks=window_chunks,
-                sink_chunks=config.sink_chunks,
-                span_chunks=num_frame_per_block,
-            ),
+            blocks_per_branch=branch_blocks(spec, policy, num_frame_per_block),
         )
         self.scratch_blocks_per_branch = scratch_blocks(
             ceil_div(num_frame_per_block * config.chunk_size, block_size)
@@ -175,11 +180,10 @@ class ARDiffusionKVCache:
                 f"`available_bytes` must give at most 2**31 - 1 slots, got {self.num_blocks_total} "
                 f"blocks of {block_size}"
             )
-        layer_names = [f"ar_diffusion.layer.{layer}" for layer in range(num_layers)]
-        self.manager = build_kv_manager(self.spec, layer_names, self.num_blocks, max_model_len)
-        self._window_manager: ChunkWindowManager = self.manager.coordinator.single_type_managers[0]
-        self.null_block_id = int(self.manager.block_pool.null_block.block_id)
-        self._adapters: dict[str, ARDiffusionRequestAdapter] = {}
+        super().__init__(spec, policy, num_layers, self.num_blocks, max_model_len, self.device)
+        self.view_of_layer = [self.policy.view_of(layer) for layer in range(num_layers)]
+        # A single session waits for nobody.
+        self.scratch_turns = [Turn() for _ in range(local_branches)] if session_capacity > 1 else []
         self._sessions: dict[str, Session] = {}
 
         self._views: list[list[torch.Tensor]] = []
@@ -195,6 +199,7 @@ class ARDiffusionKVCache:
                 dtype,
                 self.device,
             )
+        self.pools = [pool for pair in self._views for pool in pair]
         self.table_pools = [
             (
                 key.unflatten(0, (-1, self.table_block_size)),
@@ -202,11 +207,12 @@ class ARDiffusionKVCache:
             )
             for key, value in zip(self._flat_keys, self._flat_values, strict=True)
         ]
+        self.part_pools = [pool for pair in self.table_pools for pool in pair]
         logger.info(
             "K/V window in force: chunk %d tokens, window %d chunks, sink %d, span %d, "
             "reset_at_boundary %s; block %d tokens, %d managed blocks + %d scratch, "
-            "%d branch(es), backend %s",
-            chunk_size,
+            "%d branch(es), backend %s, policy %s",
+            config.chunk_size,
             window_chunks,
             config.sink_chunks,
             num_frame_per_block,
@@ -216,6 +222,7 @@ class ARDiffusionKVCache:
             self.scratch_num_blocks,
             local_branches,
             self.backend,
+            self.policy,
         )
 
     # -- cross-attention ------------------------------------------------------------------------
@@ -255,136 +262,6 @@ class ARDiffusionKVCache:
         self._check_layer(layer_idx)
         return {"is_init": True, **self._cross_attention.read(layer_idx, int(is_negative))}
 
-    # -- requests: one branch of one rollout each -------------------------------------------------
-    def begin_request(
-        self, request_id: str, *, prefill_prefix_tokens: int = 0
-    ) -> ARDiffusionRequestAdapter:
-        """Start a request with an empty table.
-
-        Raises:
-            LifecycleError: a request of that id is live.
-        """
-        if request_id in self._adapters:
-            raise LifecycleError(f"`request_id` must be new, got {request_id!r}, which is live")
-        if prefill_prefix_tokens < 0:
-            raise ValueError(
-                f"`prefill_prefix_tokens` must not be negative, got {prefill_prefix_tokens}"
-            )
-        adapter = ARDiffusionRequestAdapter(
-            request_id,
-            chunk_size=self.spec.chunk_size,
-            prefill_prefix_tokens=prefill_prefix_tokens,
-        )
-        self._adapters[request_id] = adapter
-        logger.debug("begin_request: req=%s prefill=%d", request_id, prefill_prefix_tokens)
-        return adapter
-
-    def end_request(self, adapter: ARDiffusionRequestAdapter) -> None:
-        """Free all blocks of a request. A request that has ended already is left alone."""
-        if self._adapters.get(adapter.request_id) is not adapter:
-            return
-        self.manager.free(adapter)
-        del self._adapters[adapter.request_id]
-        logger.debug(
-            "end_request: req=%s chunks=%d free=%d",
-            adapter.request_id,
-            adapter.completed_chunks,
-            self.num_free_blocks,
-        )
-
-    def allocate_chunk(self, adapter: ARDiffusionRequestAdapter) -> list[int]:
-        """Allocate the slots of one chunk; returns the request's block table.
-
-        Until the chunk is committed, the same call returns the same table.
-        """
-        table = self.allocate_token_slots(adapter, self.spec.chunk_size)
-        logger.debug(
-            "allocate_chunk: req=%s chunk=%d table=%d free=%d",
-            adapter.request_id,
-            adapter.completed_chunks,
-            len(table),
-            self.num_free_blocks,
-        )
-        return table
-
-    def allocate_token_slots(
-        self, adapter: ARDiffusionRequestAdapter, num_tokens: int
-    ) -> list[int]:
-        """Allocate the slots of a span that follows the committed tokens; returns the block table.
-
-        Raises:
-            ValueError: ``num_tokens`` is not positive.
-            LifecycleError: the request has ended.
-            PoolExhaustedError: too few free blocks; nothing was allocated.
-        """
-        if num_tokens <= 0:
-            raise ValueError(f"`num_tokens` must be positive, got {num_tokens}")
-        self._check_live(adapter)
-        end = adapter.num_computed_tokens + num_tokens
-        # vLLM cuts an allocation at max_model_len. Storage stays short, but a window may be longer.
-        self.manager.max_model_len = max(self.manager.max_model_len, end)
-        # Counted here too: vLLM counts short for a prefix that is longer than the window.
-        missing = ceil_div(end, self.block_size) - len(self.block_table(adapter))
-        if (
-            missing > self.num_free_blocks
-            or self.manager.allocate_slots(adapter, num_new_tokens=num_tokens) is None
-        ):
-            raise PoolExhaustedError(
-                f"K/V pool exhausted: {self.num_free_blocks} free blocks are too few for "
-                f"{num_tokens} more tokens of request {adapter.request_id!r}"
-            )
-        adapter.allocated_tokens = max(adapter.allocated_tokens, end)
-        return self.block_table(adapter)
-
-    def release_uncommitted(self, adapter: ARDiffusionRequestAdapter) -> None:
-        """Give back what was allocated and not committed."""
-        self._check_live(adapter)
-        kept = min(adapter.allocated_tokens, adapter.num_computed_tokens)
-        self._window_manager.truncate(adapter.request_id, kept)
-        adapter.allocated_tokens = kept
-
-    def block_table(self, adapter: ARDiffusionRequestAdapter) -> list[int]:
-        """The request's block table, in storage order."""
-        return list(self.manager.get_block_ids(adapter.request_id)[0])
-
-    def chunk_write_slots(self, adapter: ARDiffusionRequestAdapter) -> torch.Tensor:
-        """Slots of the chunk in flight, ``(chunk_size,)`` int64.
-
-        Raises:
-            LifecycleError: the chunk has not been allocated.
-        """
-        self._check_allocated(adapter, 1)
-        return chunk_slot_mapping(
-            self.block_table(adapter),
-            adapter.num_computed_tokens,
-            self.spec.chunk_size,
-            self.block_size,
-        )
-
-    def window_block_ids(self, adapter: ARDiffusionRequestAdapter) -> list[int]:
-        """Resident blocks that hold committed tokens, in order."""
-        committed = ceil_div(adapter.num_computed_tokens, self.block_size)
-        return resident_block_ids(self.block_table(adapter)[:committed], self.null_block_id)
-
-    def commit_chunk(self, adapter: ARDiffusionRequestAdapter) -> None:
-        """Make the chunk in flight part of the history, then evict and compact.
-
-        Raises:
-            LifecycleError: no slots were allocated for the chunk.
-        """
-        self.commit_chunks(adapter, 1)
-
-    def commit_chunks(self, adapter: ARDiffusionRequestAdapter, num_chunks: int) -> None:
-        """`commit_chunk` for a whole span: all or nothing."""
-        self._check_allocated(adapter, num_chunks)
-        for _ in range(num_chunks):
-            adapter.on_chunk_committed()
-        self._window_manager.remove_skipped_blocks(adapter.request_id, adapter.num_computed_tokens)
-        removed = self._window_manager.compact_block_table(adapter.request_id)
-        adapter.compacted_tokens += removed
-        adapter.allocated_tokens -= removed
-        logger.debug("commit: req=%s chunks=%d", adapter.request_id, adapter.completed_chunks)
-
     def write_chunk_kv(
         self,
         layer_index: int,
@@ -406,6 +283,21 @@ class ARDiffusionKVCache:
             layer_index,
             adapter.completed_chunks,
         )
+
+    def new_cross_attention(self) -> NamedCrossAttention:
+        """Empty named K/V for a session."""
+        return NamedCrossAttention(
+            self._cross_specs,
+            num_layers=self.num_layers,
+            head_size=self.head_size,
+            dtype=self.dtype,
+            device=self.device if self._has_tensors else None,
+        )
+
+    def forget_cross_kv(self, session_id: str) -> None:
+        """Count the static K/V as unwritten, unless another session than this one is open."""
+        if set(self._sessions) <= {session_id}:
+            self._cross_attention.forget()
 
     # -- pools -------------------------------------------------------------------------------------
     def scratch_block_ids(self, is_negative: bool, start: int, count: int) -> list[int]:
@@ -443,11 +335,6 @@ class ARDiffusionKVCache:
         self._pool(layer_idx)
         return self._flat_values[layer_idx]
 
-    @property
-    def num_free_blocks(self) -> int:
-        """Managed blocks that nobody owns."""
-        return int(self.manager.block_pool.get_num_free_blocks())
-
     # -- sessions ----------------------------------------------------------------------------------
     def open_session(self, session_id: str) -> "Session":
         """Open a rollout: one request a local branch.
@@ -456,6 +343,11 @@ class ARDiffusionKVCache:
             LifecycleError: a session of that id is open.
             PoolExhaustedError: ``session_capacity`` sessions are open.
         """
+        return self.admit_session(session_id)
+
+    @locked
+    def admit_session(self, session_id: str, source: "Session | None" = None) -> "Session":
+        """`open_session`, or a fork of ``source``."""
         from chunkattn.session import Session
 
         if session_id in self._sessions:
@@ -465,51 +357,13 @@ class ARDiffusionKVCache:
                 f"`session_capacity` is {self.session_capacity} and {sorted(self._sessions)} are "
                 f"open: close one before opening {session_id!r}"
             )
-        session = Session(self, session_id)
+        session = Session(self, session_id, source)
         self._sessions[session_id] = session
         return session
 
     def forget_session(self, session_id: str) -> None:
         """Called by `Session.close`."""
         self._sessions.pop(session_id, None)
-
-    def check_integrity(self) -> None:
-        """Recount who owns every managed block.
-
-        Raises:
-            ChunkAttnError: a block is owned twice, lost, or counted wrongly; the message names it.
-        """
-        owner: dict[int, str] = {}
-        for request_id, adapter in self._adapters.items():
-            table = self.block_table(adapter)
-            expected = ceil_div(adapter.allocated_tokens, self.block_size)
-            if len(table) != expected:
-                raise ChunkAttnError(
-                    f"request {request_id!r} has {len(table)} blocks for "
-                    f"{adapter.allocated_tokens} tokens"
-                )
-            gap = self._window_manager.gap(request_id, adapter.num_computed_tokens)
-            if self.null_block_id in table[: gap.start] + table[gap.stop :]:
-                raise ChunkAttnError(f"request {request_id!r} sees the null block: {table}")
-            for block in resident_block_ids(table, self.null_block_id):
-                if block in owner:
-                    raise ChunkAttnError(
-                        f"block {block} is owned by {owner[block]!r} and by {request_id!r}"
-                    )
-                owner[block] = request_id
-        blocks = self.manager.block_pool.blocks
-        for block in blocks:
-            count = int(block.block_id in owner)
-            if block.block_id != self.null_block_id and block.ref_cnt != count:
-                raise ChunkAttnError(
-                    f"block {block.block_id} has {count} owner(s) and reference count "
-                    f"{block.ref_cnt}"
-                )
-        if len(owner) + self.num_free_blocks + 1 != len(blocks):
-            raise ChunkAttnError(
-                f"{len(owner)} owned + {self.num_free_blocks} free + the null block are not the "
-                f"pool's {len(blocks)} blocks"
-            )
 
     # -- checks ------------------------------------------------------------------------------------
     def _pool(self, layer_idx: int) -> list[torch.Tensor]:
@@ -521,16 +375,3 @@ class ARDiffusionKVCache:
     def _check_layer(self, layer_idx: int) -> None:
         if not 0 <= layer_idx < self.num_layers:
             raise ValueError(f"`layer` must be from 0 to {self.num_layers - 1}, got {layer_idx}")
-
-    def _check_live(self, adapter: ARDiffusionRequestAdapter) -> None:
-        if self._adapters.get(adapter.request_id) is not adapter:
-            raise LifecycleError(f"request {adapter.request_id!r} has ended")
-
-    def _check_allocated(self, adapter: ARDiffusionRequestAdapter, num_chunks: int) -> None:
-        self._check_live(adapter)
-        pending = adapter.allocated_tokens - adapter.num_computed_tokens
-        if pending < num_chunks * self.spec.chunk_size:
-            raise LifecycleError(
-                f"request {adapter.request_id!r} has {max(0, pending)} allocated tokens in flight, "
-                f"{num_chunks} chunk(s) of {self.spec.chunk_size} are needed: allocate first"
-            )

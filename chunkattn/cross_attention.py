@@ -1,10 +1,11 @@
-"""The static cross-attention K/V of a model: text and image tokens, both guidance branches, all
-layers.
-"""
+"""Cross-attention K/V: the seed's static pools of a model, and named ones that a session owns."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from chunkattn.checks import POOL_DTYPES, check_tensor
+from chunkattn.checks import POOL_DTYPES, check_shape, check_tensor
 from chunkattn.errors import LifecycleError
 
 
@@ -85,6 +86,11 @@ class CrossAttention:
             found |= zip(("k_img", "v_img"), self._image.read(layer, branch), strict=True)
         return found
 
+    def forget(self) -> None:
+        """Count everything as unwritten."""
+        for half in (self._text, self._image):
+            half.forget()
+
 
 class _Half:
     """Static K/V of one kind of conditioning tokens (text or image): every layer, both branches.
@@ -140,5 +146,150 @@ class _Half:
         key, value = self._pools[layer][:, branch].unsqueeze(1)
         return key, value
 
+    def forget(self) -> None:
+        """Count every layer as unwritten."""
+        self._written.clear()
+
     def __bool__(self) -> bool:
         return bool(self._pools)
+
+
+@dataclass(frozen=True)
+class CrossAttentionSpec:
+    """A named kind of conditioning tokens, for example text or image.
+
+    Attributes:
+        length: the most tokens of it.
+        num_kv_heads: K/V heads on this rank, of its own.
+    """
+
+    length: int
+    num_kv_heads: int
+
+    def __post_init__(self) -> None:
+        for name in ("length", "num_kv_heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
+
+
+class _Filled:
+    """K/V of one name and branch, ``(num_layers, 2, length, num_kv_heads, head_size)``."""
+
+    def __init__(self, pool: torch.Tensor) -> None:
+        self.pool = pool
+        self.rows = 0
+        self.owners = 1
+
+
+class NamedCrossAttention:
+    """The named cross-attention K/V of one session: every layer of a name is filled, or none is.
+
+    Args:
+        specs: what each name holds.
+        num_layers: layers of the model.
+        head_size: elements of a head.
+        dtype: of the pools.
+        device: where they lie; None holds nothing.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, CrossAttentionSpec],
+        *,
+        num_layers: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device | None,
+    ) -> None:
+        self._specs = specs
+        self._num_layers, self._head_size = num_layers, head_size
+        self._dtype, self._device = dtype, device
+        self._filled: dict[tuple[str, int], _Filled] = {}
+
+    def num_bytes(self, num_branches: int) -> int:
+        """Bytes of one session once everything is filled on every branch."""
+        rows = sum(spec.length * spec.num_kv_heads for spec in self._specs.values())
+        return 2 * num_branches * self._num_layers * rows * self._head_size * self._dtype.itemsize
+
+    def fill(
+        self,
+        name: str,
+        branch: int,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> None:
+        """Fill all layers of a name on a branch. See `Session.fill_cross_attention`."""
+        spec = self._spec(name)
+        if self._device is None:
+            raise LifecycleError("the cache was built without tensors (device=None)")
+        for argument, rows in (("keys", keys), ("values", values)):
+            if len(rows) != self._num_layers:
+                raise ValueError(
+                    f"`{argument}` must have one tensor for each of {self._num_layers} layers, got "
+                    f"{len(rows)}"
+                )
+        check_tensor("keys", keys[0], (3,), POOL_DTYPES)
+        num_rows = keys[0].shape[0]
+        if not 1 <= num_rows <= spec.length:
+            raise ValueError(f"`keys` must have 1 to {spec.length} rows, got {num_rows}")
+        shape = (num_rows, spec.num_kv_heads, self._head_size)
+        for argument, rows in (("keys", keys), ("values", values)):
+            for tensor in rows:
+                check_tensor(argument, tensor, (3,), POOL_DTYPES)
+                check_shape(argument, tensor, shape, f"rows, and heads of {name!r}")
+        filled = self._own(name, branch, spec)
+        for layer, pair in enumerate(zip(keys, values, strict=True)):
+            for pool, tensor in zip(filled.pool[layer], pair, strict=True):
+                pool[:num_rows].copy_(tensor)
+        filled.rows = num_rows
+
+    def read(self, name: str, layer: int, branch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, ``(rows, num_kv_heads, head_size)``, views of the pool."""
+        self._spec(name)
+        filled = self._filled.get((name, branch))
+        if filled is None or not filled.rows:
+            raise LifecycleError(
+                f"cross-attention K/V {name!r} of branch {branch} must be filled before it is read"
+            )
+        key, value = filled.pool[layer, :, : filled.rows]
+        return key, value
+
+    def share(self, source: "NamedCrossAttention") -> None:
+        """Take over what another session has filled; whoever fills it anew makes its own."""
+        for filled in source._filled.values():
+            filled.owners += 1
+        self._filled = dict(source._filled)
+
+    def forget(self) -> None:
+        """Count everything as not filled. What is not shared keeps its address."""
+        for place, filled in list(self._filled.items()):
+            if filled.owners == 1:
+                filled.rows = 0
+            else:
+                self._let_go(place)
+
+    def close(self) -> None:
+        """Let everything go."""
+        for place in list(self._filled):
+            self._let_go(place)
+
+    def _let_go(self, place: tuple[str, int]) -> None:
+        self._filled.pop(place).owners -= 1
+
+    def _own(self, name: str, branch: int, spec: CrossAttentionSpec) -> _Filled:
+        place = (name, branch)
+        if place in self._filled and self._filled[place].owners > 1:
+            self._let_go(place)
+        if place not in self._filled:
+            shape = (self._num_layers, 2, spec.length, spec.num_kv_heads, self._head_size)
+            pool = torch.empty(shape, dtype=self._dtype, device=self._device)
+            self._filled[place] = _Filled(pool)
+        return self._filled[place]
+
+    def _spec(self, name: str) -> CrossAttentionSpec:
+        if name not in self._specs:
+            raise ValueError(
+                f"`name` must be one of {sorted(self._specs)}, what the cache was built with, got "
+                f"{name!r}"
+            )
+        return self._specs[name]

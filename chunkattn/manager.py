@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from chunkattn.errors import LifecycleError, MissingDependencyError
-from chunkattn.window import ceil_div, chunk_window_skipped_tokens
+from chunkattn.pool import HostCopy
+from chunkattn.window import Runs, ceil_div, chunk_window_skipped_tokens, common
 
 try:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -35,8 +38,8 @@ class ARDiffusionRequestAdapter:
     """The part of `vllm.v1.request.Request` that `KVCacheManager` reads, for one branch of a
     rollout.
 
-    The position moves only by `on_chunk_committed`, so all denoise forwards of a span reuse the
-    same slots.
+    The position moves by `on_chunk_committed` and `on_rollback` only, so all denoise forwards of a
+    span reuse the same slots.
     """
 
     def __init__(self, request_id: str, *, chunk_size: int, prefill_prefix_tokens: int = 0) -> None:
@@ -44,6 +47,18 @@ class ARDiffusionRequestAdapter:
         self.compacted_tokens = 0
         self.allocated_tokens = 0
         """Storage positions that own a slot, committed ones counted in."""
+        self.resident: Runs = ()
+        """Committed chunks that have not left."""
+        self.last_drop = 0
+        """Committed chunks when one left last."""
+        self.retrieved: tuple[int, ...] = ()
+        """Chunks shown beside the visible ones."""
+        self.archive: dict[int, HostCopy] = {}
+        """Chunks that have left, for a policy that may retrieve them."""
+        self.stream: torch.cuda.Stream | None = None
+        """Where the request's forwards run; None on a CPU."""
+        self.table_epoch = 0
+        """Counts the changes of the block table that no commit explains."""
         self._chunk_size = chunk_size
         self._prefill_prefix_tokens = prefill_prefix_tokens
         self._completed_chunks = 0
@@ -84,6 +99,25 @@ class ARDiffusionRequestAdapter:
         """Advance by one chunk: once a chunk, not once a denoise forward."""
         self._completed_chunks += 1
 
+    def on_fork(self, source: "ARDiffusionRequestAdapter") -> None:
+        """Take over the position of another request."""
+        self._completed_chunks = source.completed_chunks
+        self._prefill_prefix_tokens = source.num_prompt_tokens
+        self.compacted_tokens = source.compacted_tokens
+        self.resident = source.resident
+        self.last_drop = source.last_drop
+        self.retrieved = source.retrieved
+        self.archive = dict(source.archive)
+
+    def on_rollback(self, num_chunks: int) -> None:
+        """Go back to the first ``num_chunks`` chunks."""
+        self._completed_chunks = num_chunks
+        self.resident = common(self.resident, (range(num_chunks),))
+        self.last_drop = min(self.last_drop, num_chunks)
+        self.retrieved = tuple(chunk for chunk in self.retrieved if chunk < num_chunks)
+        self.archive = {c: copy for c, copy in self.archive.items() if c < num_chunks}
+        self.table_epoch += 1
+
 
 class ChunkWindowManager(SlidingWindowManager):
     """vLLM's sliding window, in chunks and with a sink: the gap between them leaves chunk by chunk.
@@ -93,10 +127,15 @@ class ChunkWindowManager(SlidingWindowManager):
 
     def __init__(self, kv_cache_spec: KVCacheSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
-        self._compacted_tokens: dict[str, int] = {}
+        # What compaction has taken out: whole blocks, as ranges of positions on the time line.
+        self._gaps: dict[str, list[range]] = {}
+        self.evicts = True
+        """Evict by the spec's window; else `drop` is told what leaves."""
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Tokens after the sink that are out of the window."""
+        if not self.evicts:
+            return 0
         spec = self.kv_cache_spec
         skipped: int = chunk_window_skipped_tokens(
             num_computed_tokens,
@@ -128,7 +167,7 @@ class ChunkWindowManager(SlidingWindowManager):
         ``total_computed_tokens`` counts storage. The window moves by whole chunks of the time
         line, so what compaction has removed is counted in.
         """
-        compacted = self._compacted_tokens.get(request_id, 0)
+        compacted = self.compacted_tokens(request_id)
         skipped = self.get_num_skipped_tokens(total_computed_tokens + compacted)
         sink = self.kv_cache_spec.sink_chunks * self.kv_cache_spec.chunk_size
         first = ceil_div(sink, self.block_size)
@@ -146,8 +185,56 @@ class ChunkWindowManager(SlidingWindowManager):
         del blocks[first:last]
         removed = int((last - first) * self.block_size)
         if removed:
-            self._compacted_tokens[request_id] = self._compacted_tokens.get(request_id, 0) + removed
+            start = first * self.block_size
+            stop = start + self.compacted_tokens(request_id) + removed
+            self._gaps[request_id] = [range(start, stop)]
         return removed
+
+    def compacted_tokens(self, request_id: str) -> int:
+        """Tokens that compaction has taken out of a request's table."""
+        gaps = self._gaps.get(request_id)
+        return sum(map(len, gaps)) if gaps else 0
+
+    def storage(self, request_id: str, tokens: range) -> range:
+        """Where tokens of the time line, none of which has left, lie in the table."""
+        shift = 0
+        for gap in self._gaps.get(request_id, ()):
+            if gap.start < tokens.start:
+                shift += len(gap)
+        return range(tokens.start - shift, tokens.stop - shift)
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """The block table of a request."""
+        return [block.block_id for block in self.req_to_blocks.get(request_id, ())]
+
+    def drop(self, request_id: str, gaps: Sequence[range]) -> None:
+        """Free and take out whole blocks, by their positions on the time line.
+
+        Args:
+            request_id: the request.
+            gaps: everything that is not kept; what has been taken out before lies within.
+        """
+        blocks, old = self.req_to_blocks.get(request_id, []), self._gaps.get(request_id, [])
+        freed: list[Any] = []
+        for gap in reversed(gaps):  # from the end, so that entries before keep their places
+            start = gap.start - sum(len(o) for o in old if o.start < gap.start)
+            gone = sum(len(o) for o in old if gap.start <= o.start < gap.stop)
+            first = start // self.block_size
+            entries = slice(first, first + (len(gap) - gone) // self.block_size)
+            freed[:0] = blocks[entries]
+            del blocks[entries]
+        self._gaps[request_id] = list(gaps)
+        self.block_pool.free_blocks(freed)
+
+    def rewind(self, request_id: str, num_tokens: int) -> None:
+        """Free every block behind the first ``num_tokens`` positions of the time line."""
+        edge = num_tokens // self.block_size * self.block_size
+        gaps = self._gaps.pop(request_id, [])
+        left = any(edge in gap for gap in gaps)  # the block that would be filling is gone
+        if gaps := [range(g.start, min(g.stop, edge)) for g in gaps if g.start < edge]:
+            self._gaps[request_id] = gaps
+        kept = edge if left else num_tokens
+        self.truncate(request_id, kept - sum(map(len, gaps)))
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
         """Free every block behind the first ``num_tokens`` storage positions."""
@@ -157,10 +244,38 @@ class ChunkWindowManager(SlidingWindowManager):
         del blocks[first:]
         self.block_pool.free_blocks(freed)
 
+    def share(self, source_id: str, target_id: str, num_blocks: int) -> None:
+        """Give a request that owns nothing the first blocks of another one: both own them."""
+        blocks = self.req_to_blocks.get(source_id, [])[:num_blocks]
+        self.block_pool.touch([block for block in blocks if block is not self._null_block])
+        self.req_to_blocks[target_id] = list(blocks)
+        self._gaps[target_id] = list(self._gaps.get(source_id, ()))
+
+    def shared(self, request_id: str, first: int = 0) -> list[int]:
+        """Entries of the table, from ``first``, whose blocks other requests own as well."""
+        blocks = self.req_to_blocks.get(request_id, [])
+        owned = enumerate(blocks[first:], first)
+        return [i for i, b in owned if b.ref_cnt > 1 and b is not self._null_block]
+
+    def unshare(self, request_id: str, entries: Sequence[int]) -> list[tuple[int, int]]:
+        """Put new blocks in the place of shared ones; returns the block ids (old, new) to copy."""
+        blocks = self.req_to_blocks[request_id]
+        new = self.block_pool.get_new_blocks(len(entries)) if entries else []
+        old = [blocks[i] for i in entries]
+        for i, block in zip(entries, new, strict=True):
+            blocks[i] = block
+        self.block_pool.free_blocks(old)
+        return [(int(a.block_id), int(b.block_id)) for a, b in zip(old, new, strict=True)]
+
+    def refill(self, request_id: str, num_blocks: int) -> list[int]:
+        """Give a request that owns nothing new blocks; returns their ids."""
+        self.req_to_blocks[request_id] = new = self.block_pool.get_new_blocks(num_blocks)
+        return [int(block.block_id) for block in new]
+
     def free(self, request_id: str) -> None:
         """Free all blocks, in table order, so that they are handed out again as one run."""
         self.truncate(request_id, 0)
-        self._compacted_tokens.pop(request_id, None)
+        self._gaps.pop(request_id, None)
         super().free(request_id)
 
 

@@ -82,6 +82,7 @@ class PlanBuffers:
                 torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)
             ]
             self._copied = [torch.cuda.Event() for _ in range(2)]
+        self._host = [staging.numpy() for staging in self._staging]
         self._turn = 0
         self.block_table = self._buffer[self._table].unsqueeze(0)
         self.seq_lens = self._buffer[_ALIGN : _ALIGN + 1]
@@ -105,8 +106,7 @@ class PlanBuffers:
         if self._on_gpu:
             self._turn ^= 1
             self._copied[self._turn].synchronize()
-        staging = self._staging[self._turn]
-        host = staging.numpy()
+        host = self._host[self._turn]
         host[1] = num_rows
         host[_ALIGN] = kv_len
         table = host[self._table]
@@ -116,7 +116,7 @@ class PlanBuffers:
         slots[: len(span)] = span.slots()
         slots[len(span) : num_rows] = action.slots()
         if self._on_gpu:
-            self._buffer.copy_(staging, non_blocking=True)
+            self._buffer.copy_(self._staging[self._turn], non_blocking=True)
             self._copied[self._turn].record()
         return Plan(
             self.block_table,

@@ -139,3 +139,48 @@ def pool_write_chunk(
         if new.shape[0] < 1:
             raise ValueError(f"`{name}` must have a batch of at least 1, got {tuple(new.shape)}")
     scatter_kv(new_k[0], new_v[0], k_pool, v_pool, slot_mapping.to(k_pool.device))
+
+
+def copy_blocks(pools: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy whole blocks within each pool, in place.
+
+    Args:
+        pools: K and V of every layer, ``(num_blocks, block_size, num_kv_heads, head_size)``.
+        pairs: the source and the target block of each copy; no target is also a source.
+    """
+    if not pairs:
+        return
+    for pool in pools:
+        source, target = torch.tensor(pairs, device=pool.device).unbind(1)
+        pool[target] = pool[source]
+
+
+class HostCopy:
+    """Bytes of blocks in host memory, pinned where the pools lie on a GPU.
+
+    Args:
+        pools: as for `copy_blocks`.
+        block_ids: blocks to copy, in this order.
+    """
+
+    def __init__(self, pools: Sequence[torch.Tensor], block_ids: Sequence[int]) -> None:
+        self.num_blocks = len(block_ids)
+        self._host: list[torch.Tensor] = []
+        self._copied: torch.cuda.Event | None = None
+        for pool in pools:
+            host = torch.empty(
+                (len(block_ids), *pool.shape[1:]), dtype=pool.dtype, pin_memory=pool.is_cuda
+            )
+            ids = torch.tensor(block_ids, dtype=torch.int64, device=pool.device)
+            self._host.append(host.copy_(pool[ids], non_blocking=True))
+        if pools and pools[0].is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def restore(self, pools: Sequence[torch.Tensor], block_ids: Sequence[int]) -> None:
+        """Write the bytes into as many other blocks, in place."""
+        if self._copied is not None:
+            self._copied.wait()  # for this stream, not for the host
+        for pool, host in zip(pools, self._host, strict=True):
+            ids = torch.tensor(block_ids, dtype=torch.int64, device=pool.device)
+            pool[ids] = host.to(pool.device, non_blocking=True)

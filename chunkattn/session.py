@@ -1,40 +1,51 @@
 """The life of a rollout.
 
-A session holds one request for each local branch. A branch is idle until a forward opens on it:
+A session holds one request for each local branch. A branch is idle until a forward opens on it, and
+idle again when the forward has ended:
 
-| branch state | event | next state | effect |
+| branch | event | next | effect |
 |---|---|---|---|
 | idle | enter ``forward(...)`` | planned | slots allocated, plan written |
-| idle | enter, pool exhausted | idle | nothing allocated |
+| idle | enter, pool exhausted or branches disagree | idle | nothing allocated, error raised |
 | planned | ``write_attend`` of a layer | planned | that layer counts as written |
-| planned | clean exit, denoise | idle | nothing committed |
-| planned | clean exit, commit, every layer written | idle | committed, window evicted |
-| planned | clean exit, commit, a layer missing | idle | aborted, `LifecycleError` |
-| planned | exception | idle | aborted: slots given back, history untouched |
-| any | ``reset`` | idle | blocks freed, the open forward is stale |
-| any | ``close`` | closed | blocks freed, the open forward is stale |
+| planned | ``write_attend`` of the last layer | written | |
+| planned, written | clean exit, denoise | idle | nothing committed |
+| written | clean exit, commit | committed | the span is history, what the policy drops is freed |
+| planned | clean exit, commit, a layer missing | aborted | slots given back, `LifecycleError` |
+| planned, written | exception | aborted | slots given back, history untouched |
+| committed, aborted | | idle | after an abort the same forward can be tried again |
 
-A stale or ended forward raises `StaleContextError` when it is used.
+| session | event | next | effect |
+|---|---|---|---|
+| open | any call below but ``reset`` and ``close``, a forward open | open | refused |
+| open | ``rollback(n)`` | open | the last n chunks of every branch are gone, blocks freed |
+| open | ``fork(id)`` | open | another session owns the same blocks; a write copies |
+| open | ``switch_prompt("recache")`` | replaying | the next commits rewrite the resident chunks |
+| replaying | commit of the last resident chunk, every branch | open | |
+| replaying | ``rollback``, ``fork``, ``swap_out``, ``switch_prompt`` | replaying | refused |
+| open | ``swap_out`` | swapped | bytes in host memory, blocks freed |
+| swapped | ``swap_in`` | open | blocks allocated, bytes restored |
+| swapped | ``swap_in``, pool exhausted | swapped | nothing allocated, `PoolExhaustedError` |
+| swapped | any forward, ``rollback``, ``fork``, ``switch_prompt`` | swapped | refused |
+| open, replaying, swapped | ``reset`` | open | blocks freed, open forwards are stale |
+| open, replaying, swapped | ``close`` | closed | blocks freed, open forwards are stale |
+| closed | anything but ``close`` | closed | refused |
+
+Refused is a `LifecycleError`. A stale or ended forward raises `StaleContextError` when it is used.
+The branches that ran agree: a span starts where each of them stands, or stood before it ran that
+span. A branch on which no forward was ever opened is not asked.
 """
 
 import logging
-from types import TracebackType
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 
-from chunkattn.checks import (
-    POOL_DTYPES,
-    check_device,
-    check_shape,
-    check_softmax_scale,
-    check_tensor,
-)
-from chunkattn.errors import LifecycleError, StaleContextError
-from chunkattn.ops import write_attend
-from chunkattn.plan import Extent, Plan, PlanBuffers
-from chunkattn.window import ceil_div, visible_history
+from chunkattn.branch import Branch
+from chunkattn.errors import LifecycleError
+from chunkattn.forward import ForwardContext
+from chunkattn.pool import HostCopy
 
 if TYPE_CHECKING:
     from chunkattn.cache import ARDiffusionKVCache
@@ -43,45 +54,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class _Branch:
-    """One guidance side of a session: its request, its plan buffers, and its open forward."""
-
-    def __init__(self, cache: "ARDiffusionKVCache", index: int, request_id: str) -> None:
-        self.index = index
-        self.request_id = request_id
-        self.adapter = cache.begin_request(request_id)
-        self.open_forward: ForwardContext | None = None
-        self.plan: Plan | None = None
-        self.plan_key: tuple[object, ...] = ()
-        self.scratch = np.asarray(
-            cache.scratch_block_ids(bool(index), 0, cache.scratch_blocks_per_branch)
-        )
-        scratch_tokens = cache.scratch_blocks_per_branch * cache.block_size
-        chunk_size = cache.spec.chunk_size
-        visible = (cache.spec.sink_chunks + cache.window_chunks) * chunk_size
-        self.buffers = PlanBuffers(
-            max_blocks=visible // cache.table_block_size
-            + ceil_div(scratch_tokens, cache.table_block_size),
-            max_rows=cache.window_chunks * chunk_size + scratch_tokens,
-            device=cache.device,
-        )
-
-
 class Session:
-    """One rollout. Open it with `ARDiffusionKVCache.open_session`."""
+    """One rollout. Open it with `ARDiffusionKVCache.open_session`.
 
-    def __init__(self, cache: "ARDiffusionKVCache", session_id: str) -> None:
+    A session is used by one thread at a time; different sessions by different threads.
+    """
+
+    def __init__(
+        self, cache: "ARDiffusionKVCache", session_id: str, source: "Session | None" = None
+    ) -> None:
         self.cache = cache
         self.session_id = session_id
         self._closed = False
-        self._branches: list[_Branch] = []
+        self._swapped: list[HostCopy] | None = None
+        self._branches: list[Branch] = []
+        self._cross_attention = cache.new_cross_attention()
         try:
             for index in range(cache.local_branches):
-                self._branches.append(_Branch(cache, index, f"{session_id}::branch{index}"))
+                origin = source._branches[index] if source else None
+                self._branches.append(Branch(cache, index, f"{session_id}::branch{index}", origin))
         except LifecycleError:  # a live request of that name: leave none of ours behind
             for branch in self._branches:
-                cache.end_request(branch.adapter)
+                branch.end()
             raise
+        if source is not None:
+            self._cross_attention.share(source._cross_attention)
 
     def adapter(self, branch: int = 0) -> "ARDiffusionRequestAdapter":
         """The request of a branch: its position and counters."""
@@ -89,7 +86,7 @@ class Session:
 
     def forward(
         self, *, branch: int = 0, seq_len: int, commit: bool = False, action_len: int = 0
-    ) -> "ForwardContext":
+    ) -> ForwardContext:
         """A forward over one span, to be used in a ``with`` statement, which plans and allocates.
 
         Args:
@@ -101,10 +98,12 @@ class Session:
 
         Raises:
             ValueError: an argument does not fit.
-            LifecycleError: the session is closed, or a forward is open on that branch.
+            LifecycleError: the session is closed or swapped out.
         """
         cache, chunk_size = self.cache, self.cache.spec.chunk_size
         side = self._branch(branch)
+        if self._swapped is not None:
+            self._check_open()
         if seq_len <= 0 or seq_len % chunk_size or seq_len > cache.window_chunks * chunk_size:
             raise ValueError(
                 f"`seq_len` must be a positive multiple of chunk_size {chunk_size}, at most "
@@ -118,308 +117,274 @@ class Session:
             )
         return ForwardContext(self, side, seq_len, commit, action_len)
 
-    def reset(self) -> None:
+    def rollback(self, num_chunks: int) -> None:
+        """Drop the last committed chunks of every branch, as if they had never been committed.
+
+        A world model whose prediction was wrong commits the real observation in their place. It may
+        cut a span. A branch that is behind the others goes back no further than they do.
+
+        Args:
+            num_chunks: chunks to drop, counted from the branch that is furthest.
+
+        Raises:
+            ValueError: negative, or more chunks than were committed.
+            LifecycleError: a forward is open, the session is closed, or chunks that the next span
+                must see have left the window. Nothing has changed.
+        """
+        self._check_idle("rollback")
+        cache = self.cache
+        adapters = self._adapters()
+        position = max(adapter.completed_chunks for adapter in adapters)
+        if not isinstance(num_chunks, int) or not 0 <= num_chunks <= position:
+            raise ValueError(f"`num_chunks` must be from 0 to {position}, got {num_chunks}")
+        targets = [min(a.completed_chunks, position - num_chunks) for a in adapters]
+        for adapter, target in zip(adapters, targets, strict=True):
+            cache.check_rollback(adapter, target, cache.num_frame_per_block)
+        for adapter, target in zip(adapters, targets, strict=True):
+            cache.rollback_chunks(adapter, target)
+        self._show({branch: branch.adapter.retrieved for branch in self._branches})
+        logger.debug("rollback: session=%s chunks=%d", self.session_id, num_chunks)
+
+    def fork(self, new_id: str) -> "Session":
+        """A new session with the same past; each goes on by itself.
+
+        The blocks are shared and counted by reference: a block is copied when one of its owners
+        writes to it, and free when the last one has let it go. Counts against `session_capacity`.
+
+        Args:
+            new_id: the id of the new session.
+
+        Raises:
+            LifecycleError: a session of that id is open, a forward is open, or the session is
+                closed or swapped out.
+            PoolExhaustedError: ``session_capacity`` sessions are open.
+        """
+        self._check_idle("fork")
+        session = self.cache.admit_session(new_id, self)
+        logger.debug("fork: session=%s new=%s", self.session_id, new_id)
+        return session
+
+    def swap_out(self) -> None:
+        """Move the history to host memory (pinned where there is a GPU) and free its blocks.
+
+        Until `swap_in` the session refuses to run. Swapping out twice is a no-op.
+
+        Raises:
+            LifecycleError: a forward is open, or the session is closed.
+        """
+        if self._swapped is None or self._closed:
+            self._check_idle("swap_out")
+            self._swapped = self.cache.swap_out_requests(self._requests())
+            logger.debug("swap_out: session=%s", self.session_id)
+
+    def swap_in(self) -> None:
+        """Bring the history back into blocks. A no-op where it was not swapped out.
+
+        Raises:
+            PoolExhaustedError: too few free blocks; the session stays swapped out.
+            LifecycleError: the session is closed.
+        """
+        self._check_not_closed()
+        if self._swapped is not None:
+            self.cache.swap_in_requests(self._requests(), self._swapped)
+            self._swapped = None
+            logger.debug("swap_in: session=%s", self.session_id)
+
+    def retrieve(self, chunks: Sequence[int]) -> None:
+        """Show these chunks beside what the policy shows, to all forwards until told otherwise.
+
+        For a `policy.Retrieval`: a chunk that is resident stays so, one that has left is brought
+        back from host memory.
+
+        Args:
+            chunks: committed chunks, at most the policy's ``num_chunks``; empty for none.
+
+        Raises:
+            ValueError: too many, or a chunk that a branch which ran has not committed.
+            LifecycleError: a forward is open, or the session is closed or swapped out.
+            PoolExhaustedError: too few free blocks. Nothing has changed.
+        """
+        self._check_idle("retrieve")
+        wanted = tuple(sorted(set(chunks)))
+        most = self.cache.policy.retrieved_chunks
+        if len(wanted) > most:
+            raise ValueError(
+                f"`chunks` must name at most {most} chunks, what the policy retrieves, got {wanted}"
+            )
+        self._show({branch: wanted for branch in self._branches if branch.ran})
+
+    def switch_prompt(self, history: Literal["keep", "recache", "reset"]) -> list[int]:
+        """Go on with another prompt: say what becomes of the history made with the old one.
+
+        The cross-attention K/V are forgotten in any case: write the new prompt's.
+
+        Args:
+            history: ``"keep"`` leaves it as it is. ``"reset"`` forgets it. ``"recache"`` has the
+                caller replay the resident frames: the next commit forwards of each branch are
+                planned over those chunks, in order, each seeing what is resident before it, and
+                rewrite the same slots. A span is contiguous; denoise forwards are refused until the
+                last resident chunk is replayed.
+
+        Returns:
+            The chunks to replay; none but for ``"recache"``.
+
+        Raises:
+            ValueError: another word.
+            LifecycleError: a forward is open, or the session is closed or swapped out.
+            PoolExhaustedError: blocks shared with a fork cannot be copied; nothing has changed.
+        """
+        if history not in ("keep", "recache", "reset"):
+            raise ValueError(f"`history` must be keep, recache or reset, got {history!r}")
+        self._check_idle("switch_prompt")
+        if history == "reset":
+            self.reset(keep_cross_attention=False)
+            return []
+        if history == "recache":
+            self.cache.make_private(self._adapters())
+            self.retrieve(())
+            for branch in self._branches:
+                branch.replay_from(0)
+        self._forget_cross_attention()
+        logger.debug("switch_prompt: session=%s history=%s", self.session_id, history)
+        longest = max(self._branches, key=lambda branch: branch.adapter.completed_chunks)
+        resident = longest.adapter.resident if history == "recache" else ()
+        return [chunk for run in resident for chunk in run]
+
+    def reset(self, *, keep_cross_attention: bool = True) -> None:
         """Forget the history and start anew under the same id. Frees every block; an open forward
         becomes stale.
+
+        Args:
+            keep_cross_attention: keep the prompt's K/V. Else they must be written before they are
+                read again: the session's own, and the cache's static ones where no other session
+                is open.
 
         Raises:
             LifecycleError: the session is closed.
         """
-        self._check_open()
-        for branch in self._branches:
-            branch.open_forward = None
-            self.cache.end_request(branch.adapter)
-            branch.adapter = self.cache.begin_request(branch.request_id)
+        self._check_not_closed()
+        with self.cache.lock:
+            self._swapped = None
+            for branch in self._branches:
+                branch.restart()
+            if not keep_cross_attention:
+                self._forget_cross_attention()
         logger.debug("reset: session=%s", self.session_id)
 
     def close(self) -> None:
         """Free every block and end the session. An open forward becomes stale; closing twice is a
         no-op.
         """
-        if self._closed:
-            return
-        self._closed = True
-        for branch in self._branches:
-            branch.open_forward = None
-            self.cache.end_request(branch.adapter)
-        self.cache.forget_session(self.session_id)
+        with self.cache.lock:
+            if self._closed:
+                return
+            self._closed, self._swapped = True, None
+            for branch in self._branches:
+                branch.end()
+            self._cross_attention.close()
+            self.cache.forget_session(self.session_id)
         logger.debug("close: session=%s", self.session_id)
 
-    def _check_open(self) -> None:
+    def fill_cross_attention(
+        self,
+        name: str,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        *,
+        branch: int = 0,
+    ) -> None:
+        """Write the K/V of conditioning tokens, all layers at once, in place.
+
+        Args:
+            name: one of the names that the cache was built with.
+            keys: for each layer ``(rows, num_kv_heads, head_size)``, the name's own heads and at
+                most its ``length`` rows.
+            values: as ``keys``.
+            branch: guidance side.
+
+        Raises:
+            ValueError, TypeError: a layer is missing or does not fit; nothing was written.
+            LifecycleError: the session is closed.
+        """
+        self._branch(branch)
+        with self.cache.lock:  # a fork may let go of what it shares
+            self._cross_attention.fill(name, branch, keys, values)
+
+    def cross_attention(
+        self, name: str, layer: int, *, branch: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, ``(rows, num_kv_heads, head_size)``: views, valid until refilled.
+
+        Raises:
+            LifecycleError: not filled since the session or its prompt began, or the session is
+                closed.
+        """
+        self._branch(branch)
+        self.cache._check_layer(layer)
+        return self._cross_attention.read(name, layer, branch)
+
+    def _adapters(self) -> "list[ARDiffusionRequestAdapter]":
+        return [branch.adapter for branch in self._branches]
+
+    def _show(self, wanted: dict[Branch, tuple[int, ...]]) -> None:
+        """Have each branch show these chunks beside the visible ones; all of them or none does."""
+        fetches = {branch: branch.to_fetch(chunks) for branch, chunks in wanted.items()}
+        fetched = self.cache.fetch_chunks(
+            [(b.chunk_id(c), b.adapter.archive[c]) for b, (new, _) in fetches.items() for c in new],
+            [b.fetched[c] for b, (_, old) in fetches.items() for c in old],
+        )
+        arrived = iter(fetched)
+        for branch, (new, old) in fetches.items():
+            for chunk in old:
+                del branch.fetched[chunk]
+            branch.fetched.update((chunk, next(arrived)) for chunk in new)
+            branch.adapter.retrieved = wanted[branch]
+            branch.adapter.table_epoch += 1
+
+    def _requests(self) -> "list[ARDiffusionRequestAdapter]":
+        return [request for branch in self._branches for request in branch.requests()]
+
+    def _forget_cross_attention(self) -> None:
+        self._cross_attention.forget()
+        self.cache.forget_cross_kv(self.session_id)
+
+    def _check_not_closed(self) -> None:
         if self._closed:
             raise LifecycleError(f"session {self.session_id!r} is closed")
 
-    def _branch(self, branch: int) -> _Branch:
+    def _check_open(self) -> None:
+        if self._closed:
+            self._check_not_closed()
+        if self._swapped is not None:
+            raise LifecycleError(
+                f"session {self.session_id!r} is swapped out: call swap_in() first"
+            )
+
+    def _check_idle(self, call: str) -> None:
+        """Refuse a call that would pull the history from under an open forward or a replay."""
         self._check_open()
+        for branch in self._branches:
+            what = "open forward" if branch.open_forward is not None else "replay"
+            if branch.open_forward is not None or branch.replaying is not None:
+                raise LifecycleError(
+                    f"`{call}` must wait for the {what} on branch {branch.index} of session "
+                    f"{self.session_id!r}"
+                )
+
+    def _check_agreement(self, branch: Branch, span: range) -> None:
+        """A span starts where every branch that ran stands, or stood before it ran this span."""
+        for other in self._branches:
+            if other is not branch and other.ran and other.next_chunk != span.start:
+                if other.next_chunk == branch.after(span):
+                    continue
+                raise LifecycleError(
+                    f"branches must agree: branch {branch.index} of session {self.session_id!r} "
+                    f"would run chunks {span.start} to {span.stop - 1}, and branch {other.index} "
+                    f"stands at chunk {other.next_chunk}"
+                )
+
+    def _branch(self, branch: int) -> Branch:
+        self._check_not_closed()
         if not 0 <= branch < len(self._branches):
             raise ValueError(f"`branch` must be from 0 to {len(self._branches) - 1}, got {branch}")
         return self._branches[branch]
-
-
-class ForwardContext:
-    """One forward of one branch, planned when its ``with`` block is entered. Made by
-    `Session.forward`.
-
-    Attributes (valid inside the block; the tensors are reused by the branch's next forward):
-        block_table: ``(1, max_blocks)`` int32, blocks of ``table_block_size`` tokens, padded with
-            0.
-        seq_lens: ``(1,)`` int32, equal to ``kv_len``.
-        query_start_loc: ``(2,)`` int32.
-        slot_mapping: ``(seq_len + action_len,)`` int32: the span's slots, then the action rows'.
-        kv_len: keys that every query row sees: history, span and action rows.
-        history_block_ids: the cache's blocks that hold visible history, in order.
-        span_block_ids, action_block_ids: blocks that hold the span, and the action rows.
-        table_block_size: tokens of one entry of ``block_table``: the cache's block size where
-            chunks are whole blocks, else the largest part of a block that no edge cuts.
-        first_chunk, num_chunks: the span on the model's time line.
-    """
-
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-    slot_mapping: torch.Tensor
-    kv_len: int
-    history_block_ids: list[int]
-    span_block_ids: list[int]
-    action_block_ids: list[int]
-
-    def __init__(
-        self, session: Session, branch: _Branch, seq_len: int, commit: bool, action_len: int
-    ) -> None:
-        self.session = session
-        self.branch = branch.index
-        self.seq_len = seq_len
-        self.action_len = action_len
-        self.commit = commit
-        self.num_chunks = seq_len // session.cache.spec.chunk_size
-        self.table_block_size = session.cache.table_block_size
-        self.first_chunk = branch.adapter.completed_chunks
-        self._side = branch
-        self._written: set[int] = set()
-        self._borrows = False
-
-    # -- life ----------------------------------------------------------------------------------
-    def __enter__(self) -> "ForwardContext":
-        """Allocate and plan.
-
-        Raises:
-            LifecycleError: the session is closed, or a forward is open on the branch.
-            PoolExhaustedError: too few free blocks; nothing was allocated.
-        """
-        self.session._check_open()
-        if self._side.open_forward is not None:
-            raise LifecycleError(
-                f"branch {self.branch} of session {self.session.session_id!r} must have no open "
-                "forward, got a second"
-            )
-        self._written.clear()
-        (
-            self.block_table,
-            self.seq_lens,
-            self.query_start_loc,
-            self.slot_mapping,
-            self.kv_len,
-            self.history_block_ids,
-            self.span_block_ids,
-            self.action_block_ids,
-        ) = self._plan()
-        self._side.open_forward = self
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._side.open_forward is not self:
-            return  # reset or close has taken the branch back
-        self._side.open_forward = None
-        cache, adapter = self.session.cache, self._side.adapter
-        missing = sorted(set(range(cache.num_layers)) - self._written)
-        if self.commit and kind is None and not missing:
-            cache.commit_chunks(adapter, self.num_chunks)
-            return
-        if self._borrows:
-            cache.release_uncommitted(adapter)
-        if self.commit and kind is None:
-            raise LifecycleError(f"a commit must write every layer, got none for layers {missing}")
-
-    def _check_usable(self) -> None:
-        if self._side.open_forward is not self:
-            raise StaleContextError(
-                f"this forward on branch {self.branch} of session {self.session.session_id!r} has "
-                "ended, or its session was reset or closed"
-            )
-
-    def _plan(self) -> Plan:
-        """Allocate what the forward needs and write its plan, or find the plan written already.
-
-        The denoise forwards of a span differ in nothing, so they share one plan.
-        """
-        cache, side, adapter = self.session.cache, self._side, self._side.adapter
-        block_size, chunk_size = cache.block_size, cache.spec.chunk_size
-        self.first_chunk = adapter.completed_chunks
-        # A denoise span lies in scratch. One longer than the declared span borrows managed blocks.
-        scratch_tokens = cache.scratch_blocks_per_branch * block_size
-        self._borrows = self.commit or self.seq_len + self.action_len > scratch_tokens
-        key = (self._borrows, adapter, self.first_chunk, self.seq_len, self.action_len)
-        if not self._borrows and side.plan is not None and side.plan_key == key:
-            return side.plan
-        if self._borrows:
-            cache.allocate_token_slots(adapter, self.seq_len)
-
-        sink, recent = visible_history(
-            self.first_chunk,
-            self.num_chunks,
-            window_chunks=cache.window_chunks,
-            sink_chunks=cache.spec.sink_chunks,
-            reset_at_boundary=cache.spec.reset_at_boundary,
-        )
-        table = np.asarray(cache.block_table(adapter), dtype=np.int64)
-        # Chunks of the sink never move; the recent ones lie earlier in storage by what has left.
-        shift = adapter.compacted_tokens
-        past = [
-            Extent(table, sink.start * chunk_size, sink.stop * chunk_size, block_size),
-            Extent(
-                table,
-                recent.start * chunk_size - shift,
-                recent.stop * chunk_size - shift,
-                block_size,
-            ),
-        ]
-        committed, action_start = adapter.num_computed_tokens, 0
-        if self._borrows:
-            span = Extent(table, committed, committed + self.seq_len, block_size)
-        else:
-            span = Extent(side.scratch, 0, self.seq_len, block_size)
-            action_start = self.seq_len
-        action = Extent(side.scratch, action_start, action_start + self.action_len, block_size)
-        side.plan = side.buffers.write(past, span, action, cache.table_block_size)
-        side.plan_key = key
-        return side.plan
-
-    # -- use -----------------------------------------------------------------------------------
-    def write_attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_action: torch.Tensor | None = None,
-        value_action: torch.Tensor | None = None,
-        *,
-        softmax_scale: float | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Write one layer's K/V of the span and the action rows into the pool, then attend over all
-        visible keys.
-
-        Args:
-            layer: the layer, from 0.
-            query: ``(seq_len + action_len, num_heads, head_size)``.
-            key: ``(seq_len, num_kv_heads, head_size)``.
-            value: as ``key``.
-            key_action: ``(action_len, num_kv_heads, head_size)``; None when ``action_len`` is 0.
-            value_action: as ``key_action``.
-            softmax_scale: None is ``head_size ** -0.5``.
-            out: ``query``'s shape and dtype, written in place; None allocates it.
-
-        Returns:
-            ``out``.
-
-        Raises:
-            StaleContextError: the forward has ended, or its session was reset or closed.
-            ValueError, TypeError: an argument does not fit the plan; nothing was written.
-        """
-        self._check_usable()
-        cache = self.session.cache
-        self._check_rows(layer, query, key, value, key_action, value_action, softmax_scale, out)
-        if out is None:
-            out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        key_pool, value_pool = cache.table_pools[layer]
-        write_attend(
-            query,
-            key,
-            value,
-            key_action,
-            value_action,
-            key_pool,
-            value_pool,
-            self.slot_mapping,
-            self.block_table,
-            self.seq_lens,
-            self.query_start_loc,
-            out,
-            cache.head_size**-0.5 if softmax_scale is None else softmax_scale,
-            cache.backend,
-        )
-        self._written.add(layer)
-        return out
-
-    def mark_layer_written(self, layer: int) -> None:
-        """Say that another op than ours wrote a layer's K and V to ``slot_mapping``."""
-        self._check_usable()
-        self.session.cache._check_layer(layer)
-        self._written.add(layer)
-
-    def _check_rows(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_action: torch.Tensor | None,
-        value_action: torch.Tensor | None,
-        softmax_scale: float | None,
-        out: torch.Tensor | None,
-    ) -> None:
-        """What only the call can know: that the tensors have the planned rows and fit the pool."""
-        cache = self.session.cache
-        cache._check_layer(layer)
-        if not cache.table_pools:
-            raise LifecycleError("the cache was built without tensors (device=None)")
-        heads, size = cache.num_kv_heads, cache.head_size
-        device = cache.table_pools[layer][0].device
-        for name, tensor, rows in (
-            ("key", key, self.seq_len),
-            ("value", value, self.seq_len),
-            ("key_action", key_action, self.action_len),
-            ("value_action", value_action, self.action_len),
-        ):
-            if tensor is not None:
-                _check_fit(name, tensor, (rows, heads, size), POOL_DTYPES, device)
-            elif rows:
-                raise ValueError(f"`{name}` must have {rows} rows, got None")
-        num_heads = (
-            query.shape[1] if isinstance(query, torch.Tensor) and query.dim() == 3 else heads
-        )
-        if num_heads == 0 or num_heads % heads:
-            raise ValueError(f"`query` must have a multiple of {heads} heads, got {num_heads}")
-        shape = (self.seq_len + self.action_len, num_heads, size)
-        _check_fit("query", query, shape, (cache.dtype,), device)
-        if out is not None:
-            _check_fit("out", out, shape, (cache.dtype,), device)
-        if softmax_scale is not None:
-            check_softmax_scale(softmax_scale)
-
-
-def _check_fit(
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int, int, int],
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-) -> None:
-    """Refuse a tensor by name. One condition where it fits: this runs for every layer."""
-    if (
-        isinstance(tensor, torch.Tensor)
-        and tensor.shape == shape
-        and tensor.dtype in dtypes
-        and tensor.stride(-1) == 1
-        and tensor.device == device
-    ):
-        return
-    check_tensor(name, tensor, (3,), dtypes)
-    check_shape(name, tensor, shape, "the plan's rows, the pool's heads and head size")
-    check_device(device, **{name: tensor})

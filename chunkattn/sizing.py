@@ -2,9 +2,15 @@
 
 import logging
 import os
+from typing import TYPE_CHECKING
 
 from chunkattn.config import ARDiffusionKVConfig
+from chunkattn.policy import Policy
 from chunkattn.pool import compute_num_blocks
+from chunkattn.window import blocks_per_branch, ceil_div
+
+if TYPE_CHECKING:
+    from chunkattn.manager import ChunkWindowSpec
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +64,46 @@ def managed_blocks(
             blocks_per_branch,
         )
     return max(num_blocks, raised)
+
+
+def branch_blocks(spec: "ChunkWindowSpec", policy: Policy | None, span_chunks: int) -> int:
+    """The most blocks that one branch owns at any time: what it keeps, and the span in flight.
+
+    Args:
+        spec: the window.
+        policy: None is the spec's window, whose bound is exact.
+        span_chunks: chunks of a span.
+    """
+    if policy is None:
+        return blocks_per_branch(
+            block_size=spec.block_size,
+            chunk_size=spec.chunk_size,
+            window_chunks=spec.window_chunks,
+            sink_chunks=spec.sink_chunks,
+            span_chunks=span_chunks,
+        )
+    chunks = policy.capacity_chunks
+    tokens = (chunks + span_chunks) * spec.chunk_size
+    # Where chunks are not whole blocks, each edge of each kept run may cut one.
+    edges = 0 if spec.chunk_size % spec.block_size == 0 else 2 * (chunks + 1)
+    return ceil_div(tokens, spec.block_size) + edges
+
+
+def check_policy(policy: Policy, num_layers: int, span_chunks: int) -> None:
+    """Refuse a policy whose windows are shorter than the span, or that lacks a layer's window."""
+    if not isinstance(policy, Policy):
+        raise TypeError(f"`policy` must be a Policy or None, got {type(policy).__name__}")
+    for view in policy.views():
+        window = getattr(view, "window_chunks", span_chunks)
+        if window < span_chunks:
+            raise ValueError(
+                f"`policy` must have windows that hold the span of {span_chunks} chunks, got {view}"
+            )
+    layers = getattr(policy, "layers", (0,) * num_layers)
+    if len(layers) != num_layers or not set(layers) <= set(range(len(policy.views()))):
+        raise ValueError(
+            f"`policy` must name a window for each of {num_layers} layers, got {policy}"
+        )
 
 
 def checked_window(config: ARDiffusionKVConfig, num_frame_per_block: int) -> int:

@@ -1,5 +1,10 @@
 """The window's arithmetic, as pure functions of integers. Positions are absolute."""
 
+from collections.abc import Iterable
+
+Runs = tuple[range, ...]
+"""Chunks of the time line, as ascending, disjoint, non-empty ranges."""
+
 
 def ceil_div(a: int, b: int) -> int:
     """``a / b`` rounded up."""
@@ -65,3 +70,67 @@ def blocks_per_branch(
     if chunk_size % block_size == 0:
         return (sink + moving) // block_size
     return ceil_div(sink, block_size) + ceil_div(moving, block_size) + 1
+
+
+def runs(chunks: Iterable[int]) -> Runs:
+    """Chunk indices, in any order, as `Runs`."""
+    return merged(range(chunk, chunk + 1) for chunk in sorted(set(chunks)))
+
+
+def merged(ranges: Iterable[range]) -> Runs:
+    """Ascending, disjoint ranges, those that touch made one and empty ones left out."""
+    found: list[range] = []
+    for run in ranges:
+        if found and run and found[-1].stop == run.start:
+            found[-1] = range(found[-1].start, run.stop)
+        elif run:
+            found.append(run)
+    return tuple(found)
+
+
+def common(a: Runs, b: Runs) -> Runs:
+    """What two `Runs` have in common."""
+    found = []
+    for x in a:
+        for y in b:
+            start = x.start if x.start > y.start else y.start
+            stop = x.stop if x.stop < y.stop else y.stop
+            if start < stop:
+                found.append(range(start, stop))
+    return tuple(found)
+
+
+def within(chunks: Runs, runs: Runs) -> bool:
+    """Whether every one of ``chunks`` is in ``runs``."""
+    for x in chunks:
+        for y in runs:
+            if y.start <= x.start and x.stop <= y.stop:
+                break
+        else:
+            return False
+    return True
+
+
+def count(chunks: Iterable[range]) -> int:
+    """How many chunks there are."""
+    return sum(map(len, chunks))
+
+
+def whole_block_gaps(
+    kept: Iterable[range], start: int, end: int, *, chunk_size: int, block_size: int
+) -> Runs:
+    """Token positions before ``end`` of the blocks that hold no token of the kept chunks.
+
+    Args:
+        kept: chunks, ascending.
+        start: position of chunk 0; what lies before it is kept.
+        end: committed tokens. A block that is still being filled is kept.
+        chunk_size: tokens of a chunk.
+        block_size: tokens of a block.
+    """
+    inner = [start + edge * chunk_size for run in kept for edge in (run.start, run.stop)]
+    edges = [start, *inner, end]
+    return merged(
+        range(ceil_div(a, block_size) * block_size, b // block_size * block_size)
+        for a, b in zip(edges[::2], edges[1::2], strict=True)
+    )

@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ["0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"]
 TESTS = ["conformance", "manager", "cache", "requests", "session", "lifecycle", "rollouts"]
+TESTS += ["rollback", "fork", "swap", "prompt", "policy", "threads", "state_machine"]
 
 
 def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:

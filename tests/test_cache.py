@@ -45,6 +45,8 @@ def test_constructor_arguments():
         "max_scratch_tokens_per_branch": 0,
         "session_capacity": 1,
         "backend": "auto",
+        "policy": None,
+        "cross_attention": None,
     }
     parameters = inspect.signature(ARDiffusionKVCache).parameters
     assert {name: p.default for name, p in parameters.items()} == expected

@@ -274,7 +274,7 @@ def test_many_sessions():
     assert not cache._sessions
     assert not cache._adapters
     window = cache._window_manager
-    for book in (window.req_to_blocks, window.num_cached_block, window._compacted_tokens):
+    for book in (window.req_to_blocks, window.num_cached_block, window._gaps):
         assert len(book) == 0
     del open_sessions, rollout
     assert last() is None

@@ -49,11 +49,13 @@ ROWS: dict[str, tuple[set[str], set[str]]] = {
     "block_ops": (BASE | {"ops"}, {"torch"}),
     "fused": (BASE | {"arguments", "ops", "torch_backend"}, {"numpy", "torch"}),
     "manager": (BASE, {"numpy", "torch", "vllm"}),
-    "cache": (BASE | {"manager", "ops"}, {"numpy", "torch"}),
-    "session": (BASE | {"cache", "manager", "ops"}, {"numpy", "torch"}),
+    "requests": (BASE | {"manager"}, {"numpy", "torch"}),
+    "cache": (BASE | {"manager", "ops", "requests"}, {"numpy", "torch"}),
+    "forward": (BASE | {"manager", "ops"}, {"numpy", "torch"}),
+    "session": (BASE | {"cache", "forward", "manager", "ops"}, {"numpy", "torch"}),
     "testing": (BASE | {"functional"}, {"numpy", "torch"}),
     "__init__": (
-        BASE | {"block_ops", "cache", "functional", "fused", "manager", "session"},
+        BASE | {"block_ops", "cache", "forward", "functional", "fused", "manager", "session"},
         {"torch"},
     ),
 }

@@ -348,12 +348,14 @@ def test_branches_commit_by_themselves():
     session = cache.open_session("a")
     positive, negative = (Rollout(session, branch=b, tag=b / 8) for b in (0, 1))
     positive.forward(commit=True)
-    positive.forward(commit=True)
     negative.forward(commit=True)
+    positive.forward(commit=True)
     assert session.adapter().completed_chunks == 2
     assert session.adapter(1).completed_chunks == 1
     with pytest.raises(ValueError, match="`branch` must be from 0 to 1, got 2"):
         session.adapter(2)
+    negative.forward()
+    negative.forward(commit=True)
     for rollout in (positive, negative):
         rollout.forward()
         rollout.check_blocks()

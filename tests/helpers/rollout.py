@@ -107,6 +107,7 @@ def make_cache(
     usable: int = 40,
     device: torch.device | None = CPU,
     config: ARDiffusionKVConfig | None = None,
+    policy_object: Any = None,
     **more: Any,
 ) -> ARDiffusionKVCache:
     """A cache of ``usable`` blocks and the null block. All others are NaN until written.
@@ -124,6 +125,7 @@ def make_cache(
         "device": device,
         "local_branches": 1,
         "num_frame_per_block": span,
+        "policy": policy_object,
     }
     cache = ARDiffusionKVCache(config or make_config(chunk, policy), **(arguments | more))
     if device is not None:

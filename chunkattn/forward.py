@@ -1,0 +1,350 @@
+"""One forward of a branch: plan, layers, end. `chunkattn.session` has the table of states."""
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from chunkattn.branch import Branch
+from chunkattn.checks import (
+    POOL_DTYPES,
+    check_device,
+    check_shape,
+    check_softmax_scale,
+    check_tensor,
+)
+from chunkattn.errors import LifecycleError, StaleContextError
+from chunkattn.ops import write_attend
+from chunkattn.plan import Extent, Plan
+from chunkattn.window import Runs, common, runs
+
+if TYPE_CHECKING:
+    from chunkattn.session import Session
+
+
+class ForwardContext:
+    """One forward of one branch, planned when its ``with`` block is entered. Made by
+    `Session.forward`.
+
+    Attributes (valid inside the block; the tensors are reused by the branch's next forward):
+        block_table: ``(1, max_blocks)`` int32, blocks of ``table_block_size`` tokens, padded with
+            0.
+        seq_lens: ``(1,)`` int32, equal to ``kv_len``.
+        query_start_loc: ``(2,)`` int32.
+        slot_mapping: ``(seq_len + action_len,)`` int32: the span's slots, then the action rows'.
+        kv_len: keys that every query row sees: history, span and action rows.
+        history_block_ids: the cache's blocks that hold visible history, in order.
+        span_block_ids, action_block_ids: blocks that hold the span, and the action rows.
+        table_block_size: tokens of one entry of ``block_table``: the cache's block size where
+            chunks are whole blocks, else the largest part of a block that no edge cuts.
+        first_chunk, num_chunks: the span on the model's time line.
+    """
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    slot_mapping: torch.Tensor
+    kv_len: int
+    history_block_ids: list[int]
+    span_block_ids: list[int]
+    action_block_ids: list[int]
+    first_chunk: int
+
+    def __init__(
+        self, session: "Session", branch: Branch, seq_len: int, commit: bool, action_len: int
+    ) -> None:
+        self.session = session
+        self.branch = branch.index
+        self.seq_len = seq_len
+        self.action_len = action_len
+        self.commit = commit
+        self.num_chunks = seq_len // session.cache.spec.chunk_size
+        self.table_block_size = session.cache.table_block_size
+        self._side = branch
+        self._written: set[int] = set()
+        self._borrows = False
+
+    # -- life ----------------------------------------------------------------------------------
+    def __enter__(self) -> "ForwardContext":
+        """Allocate and plan.
+
+        Raises:
+            LifecycleError: the session is closed, a forward is open on the branch, or the span must
+                see chunks that have left.
+            PoolExhaustedError: too few free blocks; nothing was allocated.
+        """
+        session, side = self.session, self._side
+        session._check_open()
+        if side.open_forward is not None:
+            raise LifecycleError(
+                f"branch {self.branch} of session {session.session_id!r} must have no open "
+                "forward, got a second"
+            )
+        self.first_chunk = first = side.next_chunk
+        if len(session._branches) > 1:
+            session._check_agreement(side, range(first, first + self.num_chunks))
+        self._written.clear()
+        side.adapter.stream = session.cache.settling.stream()
+        self._plans = self._plan()
+        (
+            self.block_table,
+            self.seq_lens,
+            self.query_start_loc,
+            self.slot_mapping,
+            self.kv_len,
+            self.history_block_ids,
+            self.span_block_ids,
+            self.action_block_ids,
+        ) = self._plans[0]
+        side.open_forward = self
+        side.ran = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._side.open_forward is not self:
+            return  # reset or close has taken the branch back
+        self._side.open_forward = None
+        cache, adapter = self.session.cache, self._side.adapter
+        missing = sorted(set(range(cache.num_layers)) - self._written)
+        if self.commit and kind is None and not missing:
+            if self._side.replaying is None:
+                committed = cache.policy.committed(self.num_chunks)
+                cache.commit_chunks(adapter, committed)
+                if committed < self.num_chunks:
+                    cache.release_uncommitted(adapter)
+            else:
+                self._side.replay_from(self.first_chunk + self.num_chunks)
+            return
+        if self._borrows:
+            cache.release_uncommitted(adapter)
+        if self.commit and kind is None:
+            raise LifecycleError(f"a commit must write every layer, got none for layers {missing}")
+
+    def _check_usable(self) -> None:
+        if self._side.open_forward is not self:
+            raise StaleContextError(
+                f"this forward on branch {self.branch} of session {self.session.session_id!r} has "
+                "ended, or its session was reset or closed"
+            )
+
+    def _plan(self) -> tuple[Plan, ...]:
+        """Allocate what the forward needs and write its plan, or find the plan written already.
+
+        The denoise forwards of a span differ in nothing, so they share one plan.
+        """
+        cache, side, adapter = self.session.cache, self._side, self._side.adapter
+        block_size = cache.block_size
+        # A denoise span lies in scratch. One longer than the declared span borrows managed blocks.
+        scratch_tokens = cache.scratch_blocks_per_branch * block_size
+        self._borrows = self.commit or self.seq_len + self.action_len > scratch_tokens
+        key = (
+            self._borrows,
+            adapter,
+            adapter.table_epoch,
+            self.first_chunk,
+            self.seq_len,
+            self.action_len,
+        )
+        if not self._borrows and side.plan_key == key:
+            return side.plans
+        span_chunks = range(self.first_chunk, self.first_chunk + self.num_chunks)
+        resident = adapter.resident
+        if side.replaying is not None:
+            self._check_replay(span_chunks)
+            resident = common(resident, (range(self.first_chunk),))
+        seen = [view.visible(resident, span_chunks) for view in cache.policy.views()]
+        if side.replaying is not None:
+            seen = [common(visible, resident) for visible in seen]
+        elif adapter.retrieved:
+            seen = [
+                common(runs([*(c for run in v for c in run), *adapter.retrieved]), resident)
+                for v in seen
+            ]
+        for visible in seen:
+            cache.check_resident(adapter, visible)
+        if self._borrows and side.replaying is None:
+            block_ids = cache.allocate_token_slots(adapter, self.seq_len)
+        else:
+            block_ids = cache.block_table(adapter)
+        table = np.asarray(block_ids, dtype=np.int64)
+
+        def extents(chunks: Runs) -> list[Extent]:
+            where = cache.storage(adapter, chunks)
+            return [Extent(table, w.start, w.stop, block_size) for w in where]
+
+        if self._borrows:
+            (span,), action_start = extents((span_chunks,)), 0
+        else:
+            span, action_start = Extent(side.scratch, 0, self.seq_len, block_size), self.seq_len
+        action = Extent(side.scratch, action_start, action_start + self.action_len, block_size)
+        fetched = [
+            Extent(np.asarray(cache.block_table(request)), 0, cache.spec.chunk_size, block_size)
+            for _, request in sorted(side.fetched.items())
+        ]
+        side.plans = tuple(
+            buffers.write([*extents(visible), *fetched], span, action, cache.table_block_size)
+            for visible, buffers in zip(seen, side.buffers, strict=True)
+        )
+        side.plan_key = key
+        return side.plans
+
+    def _check_replay(self, span: range) -> None:
+        if not self.commit:
+            raise LifecycleError(
+                f"`commit` must be True while session {self.session.session_id!r} replays its "
+                "resident chunks after switch_prompt, got False"
+            )
+        if not any(
+            span.start >= run.start and span.stop <= run.stop for run in self._side.adapter.resident
+        ):
+            raise LifecycleError(
+                f"a replayed span must lie in resident chunks {self._side.adapter.resident}, got "
+                f"chunks {span.start} to {span.stop - 1}"
+            )
+
+    # -- use -----------------------------------------------------------------------------------
+    def write_attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_action: torch.Tensor | None = None,
+        value_action: torch.Tensor | None = None,
+        *,
+        softmax_scale: float | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write one layer's K/V of the span and the action rows into the pool, then attend over all
+        visible keys.
+
+        Args:
+            layer: the layer, from 0.
+            query: ``(seq_len + action_len, num_heads, head_size)``.
+            key: ``(seq_len, num_kv_heads, head_size)``.
+            value: as ``key``.
+            key_action: ``(action_len, num_kv_heads, head_size)``; None when ``action_len`` is 0.
+            value_action: as ``key_action``.
+            softmax_scale: None is ``head_size ** -0.5``.
+            out: ``query``'s shape and dtype, written in place; None allocates it.
+
+        Returns:
+            ``out``.
+
+        Raises:
+            StaleContextError: the forward has ended, or its session was reset or closed.
+            ValueError, TypeError: an argument does not fit the plan; nothing was written.
+        """
+        self._check_usable()
+        cache = self.session.cache
+        self._check_rows(layer, query, key, value, key_action, value_action, softmax_scale, out)
+        if out is None:
+            out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        key_pool, value_pool = cache.table_pools[layer]
+        plan = self._plans[cache.view_of_layer[layer]]
+        arguments = (
+            query,
+            key,
+            value,
+            key_action,
+            value_action,
+            key_pool,
+            value_pool,
+            plan.slot_mapping,
+            plan.block_table,
+            plan.seq_lens,
+            plan.query_start_loc,
+            out,
+            cache.head_size**-0.5 if softmax_scale is None else softmax_scale,
+            cache.backend,
+        )
+        if cache.scratch_turns:
+            turn = cache.scratch_turns[self.branch]
+            with turn.lock:
+                turn.take(self._side.adapter.stream)
+                write_attend(*arguments)
+        else:
+            write_attend(*arguments)
+        self._written.add(layer)
+        return out
+
+    def layer_plan(self, layer: int) -> Plan:
+        """The plan of a layer: the forward's own attributes are those of the first view's layers,
+        and a policy with per-layer windows has others.
+        """
+        self._check_usable()
+        self.session.cache._check_layer(layer)
+        return self._plans[self.session.cache.view_of_layer[layer]]
+
+    def mark_layer_written(self, layer: int) -> None:
+        """Say that another op than ours wrote a layer's K and V to ``slot_mapping``."""
+        self._check_usable()
+        self.session.cache._check_layer(layer)
+        self._written.add(layer)
+
+    def _check_rows(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_action: torch.Tensor | None,
+        value_action: torch.Tensor | None,
+        softmax_scale: float | None,
+        out: torch.Tensor | None,
+    ) -> None:
+        """What only the call can know: that the tensors have the planned rows and fit the pool."""
+        cache = self.session.cache
+        cache._check_layer(layer)
+        if not cache.table_pools:
+            raise LifecycleError("the cache was built without tensors (device=None)")
+        heads, size = cache.num_kv_heads, cache.head_size
+        device = cache.table_pools[layer][0].device
+        for name, tensor, rows in (
+            ("key", key, self.seq_len),
+            ("value", value, self.seq_len),
+            ("key_action", key_action, self.action_len),
+            ("value_action", value_action, self.action_len),
+        ):
+            if tensor is not None:
+                _check_fit(name, tensor, (rows, heads, size), POOL_DTYPES, device)
+            elif rows:
+                raise ValueError(f"`{name}` must have {rows} rows, got None")
+        num_heads = (
+            query.shape[1] if isinstance(query, torch.Tensor) and query.dim() == 3 else heads
+        )
+        if num_heads == 0 or num_heads % heads:
+            raise ValueError(f"`query` must have a multiple of {heads} heads, got {num_heads}")
+        shape = (self.seq_len + self.action_len, num_heads, size)
+        _check_fit("query", query, shape, (cache.dtype,), device)
+        if out is not None:
+            _check_fit("out", out, shape, (cache.dtype,), device)
+        if softmax_scale is not None:
+            check_softmax_scale(softmax_scale)
+
+
+def _check_fit(
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, int, int],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    """Refuse a tensor by name. One condition where it fits: this runs for every layer."""
+    if (
+        isinstance(tensor, torch.Tensor)
+        and tensor.shape == shape
+        and tensor.dtype in dtypes
+        and tensor.stride(-1) == 1
+        and tensor.device == device
+    ):
+        return
+    check_tensor(name, tensor, (3,), dtypes)
+    check_shape(name, tensor, shape, "the plan's rows, the pool's heads and head size")
+    check_device(device, **{name: tensor})

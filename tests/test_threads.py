@@ -1,0 +1,197 @@
+"""Sessions in different threads, and blocks that go from one CUDA stream to another."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from chunkattn import streams
+from chunkattn.streams import Settling, Turn
+from tests.helpers.rollout import (
+    Rollout,
+    make_cache,
+    one_thread,  # noqa: F401
+)
+
+
+@pytest.fixture
+def eager_switches() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def in_threads(*work: Callable[[], None]) -> None:
+    """Run each in a thread of its own, and raise what any of them raises."""
+    failed: list[BaseException] = []
+
+    def run(one: Callable[[], None]) -> None:
+        try:
+            one()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(one,)) for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+@pytest.mark.usefixtures("eager_switches")
+def test_two_threads_open_and_close_a_thousand_sessions():
+    """I6: no block has two owners at any time, and none is lost."""
+    cache = make_cache(device=None, session_capacity=4, usable=60)
+    owner: dict[int, str] = {}
+
+    def work(name: str) -> None:
+        for number in range(500):
+            session = cache.open_session(f"{name}-{number}")
+            mine: list[int] = []
+            for _ in range(1 + number % 3):
+                with session.forward(seq_len=4, commit=True) as fwd:
+                    for block in fwd.span_block_ids:
+                        assert owner.setdefault(block, name) == name
+                        mine.append(block)
+                    fwd.mark_layer_written(0)
+            for block in mine:
+                del owner[block]
+            if number % 5 == 0:
+                fork = session.fork(f"{name}-fork")
+                session.rollback(1)
+                session.swap_out()
+                session.swap_in()
+                fork.close()
+            if number % 50 == 0:
+                cache.check_integrity()
+            session.close()
+
+    in_threads(lambda: work("a"), lambda: work("b"))
+    assert cache.num_free_blocks == 60
+    assert not cache._adapters
+    cache.check_integrity()
+
+
+@pytest.mark.usefixtures("eager_switches")
+def test_sessions_run_beside_each_other():
+    """Each output is right to the token, though all denoise in the same scratch blocks."""
+    cache = make_cache(16, 8, layers=3, session_capacity=3, usable=99)
+
+    def work(tag: float) -> None:
+        for number in range(3):
+            rollout = Rollout(cache.open_session(f"{tag}-{number}"), tag=tag)
+            for _ in range(12):
+                rollout.forward(noise=1, action_len=2)
+                rollout.forward(commit=True, action_len=2)
+            rollout.check_blocks()
+            rollout.session.close()
+
+    in_threads(*(lambda tag=tag: work(tag) for tag in (0.0, 0.25, 0.5)))
+    assert cache.num_free_blocks == 99
+
+
+# -- streams, without a GPU: what waits for what ---------------------------------------------------
+class FakeStream:
+    def __init__(self, name: str) -> None:
+        self.name, self.waits = name, []
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        self.waits.append(event.recorded)
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.waits.append((other.name, "now"))
+
+
+class FakeEvent:
+    done = False
+
+    def record(self, stream: FakeStream) -> None:
+        self.recorded = stream.name
+
+    def query(self) -> bool:
+        return self.done
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeStream]:
+    now = {"stream": FakeStream("one")}
+    monkeypatch.setattr(streams.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(streams.torch.cuda, "current_stream", lambda device: now["stream"])
+    monkeypatch.setattr(FakeEvent, "done", False)
+    return now
+
+
+def test_blocks_are_reused_behind_their_readers(fake_cuda):
+    """I1: another stream waits for the forward that read them, its own does not."""
+    settling = Settling(torch.device("cuda"))
+    one, two = settling.stream(), FakeStream("two")
+    settling.freed(one)
+    settling.reused()
+    assert one.waits == []
+    fake_cuda["stream"] = two
+    settling.reused()
+    assert two.waits == ["one"]
+    settling.freed(two)
+    fake_cuda["stream"] = one
+    settling.reused()
+    assert one.waits == ["two"]
+    FakeEvent.done = True  # both have got there
+    settling.reused()
+    FakeEvent.done = False
+    fake_cuda["stream"] = FakeStream("three")
+    settling.reused()
+    assert fake_cuda["stream"].waits == []
+
+
+def test_scratch_goes_from_stream_to_stream():
+    one, two, turn = FakeStream("one"), FakeStream("two"), Turn()
+    for stream in (one, one, two, two, one):
+        turn.take(stream)
+    assert (one.waits, two.waits) == ([("two", "now")], [("one", "now")])
+    turn.take(None)
+
+
+def test_a_cpu_has_nothing_to_wait_for():
+    settling = Settling(torch.device("cpu"))
+    assert settling.stream() is None
+    settling.freed(None)
+    settling.reused()
+
+
+def test_every_call_that_frees_or_takes_blocks_says_so(monkeypatch):
+    """I1, in the cache: commit, abort, rollback, swap, close free; commit, swap and a copy take."""
+    said: list[str] = []
+    monkeypatch.setattr(Settling, "freed", lambda self, reader: said.append(f"freed {reader}"))
+    monkeypatch.setattr(Settling, "reused", lambda self: said.append("reused"))
+    monkeypatch.setattr(Settling, "stream", lambda self: "mine")
+    cache = make_cache(device=None, session_capacity=2, block=16)
+    session = cache.open_session("a")
+
+    def commit(one) -> None:
+        with one.forward(seq_len=4, commit=True) as fwd:
+            fwd.mark_layer_written(0)
+
+    def heard() -> list[str]:
+        words, said[:] = list(said), []
+        return words
+
+    commit(session)
+    assert heard() == ["reused", "freed mine"]
+    fork = session.fork("b")
+    assert heard() == []
+    commit(fork)  # copies the block that both are filling
+    assert heard() == ["reused", "reused", "freed mine", "freed mine"]
+    session.rollback(1)
+    assert heard() == ["freed mine"]
+    fork.swap_out()
+    assert heard() == ["freed mine", "freed mine"]
+    fork.swap_in()
+    assert heard() == ["reused"]
+    fork.close()
+    assert heard() == ["freed mine"]
