@@ -23,7 +23,7 @@ from chunkattn.sizing import (
     scratch_blocks,
 )
 from chunkattn.streams import Turn
-from chunkattn.window import ceil_div
+from chunkattn.window import ceil_div, part_of_blocks
 
 if TYPE_CHECKING:
     from chunkattn.session import Session
@@ -122,16 +122,10 @@ class ARDiffusionKVCache(Requests):
         self.num_frame_per_block = num_frame_per_block
         self.session_capacity = session_capacity
         self.window_chunks = window_chunks
-        # Where a chunk is no whole number of blocks, an edge of the window may fall inside a block.
-        # Plans then name parts of blocks: the largest part whose edges are all the edges there are.
-        chunk_size = config.chunk_size
-        whole = chunk_size % block_size == 0
-        self.table_block_size = block_size if whole else math.gcd(block_size, chunk_size)
         self.backend = backend
         if device is not None:
-            self.backend = resolve_backend(
-                backend, self.device, head_size, dtype, self.table_block_size
-            )
+            part = part_of_blocks(block_size, config.chunk_size)
+            self.backend = resolve_backend(backend, self.device, head_size, dtype, part)
         elif backend not in BACKENDS:
             raise ValueError(f"`backend` must be one of {', '.join(BACKENDS)}, got {backend!r}")
 

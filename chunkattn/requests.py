@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
@@ -22,7 +21,16 @@ from chunkattn.plan import Extent
 from chunkattn.policy import Policy, SlidingWindow
 from chunkattn.pool import HostCopy, chunk_slot_mapping, copy_blocks, resident_block_ids
 from chunkattn.streams import Settling
-from chunkattn.window import Runs, ceil_div, common, merged, runs, whole_block_gaps, within
+from chunkattn.window import (
+    Runs,
+    ceil_div,
+    common,
+    merged,
+    part_of_blocks,
+    runs,
+    whole_block_gaps,
+    within,
+)
 
 logger = logging.getLogger("chunkattn.cache")  # a request's lines stand among its cache's
 
@@ -74,12 +82,7 @@ class Requests:
             spec.window_chunks, spec.sink_chunks, spec.reset_at_boundary
         )
         self.block_size = int(spec.block_size)
-        # Where a chunk is no whole number of blocks, an edge of the window may fall inside a block.
-        # Plans then name parts of blocks: the largest part whose edges are all the edges there are.
-        whole = spec.chunk_size % self.block_size == 0
-        self.table_block_size = (
-            self.block_size if whole else math.gcd(self.block_size, spec.chunk_size)
-        )
+        self.table_block_size = part_of_blocks(self.block_size, spec.chunk_size)
         layer_names = [f"ar_diffusion.layer.{layer}" for layer in range(num_layers)]
         self.manager = build_kv_manager(spec, layer_names, num_blocks, max_model_len)
         self._window_manager: ChunkWindowManager = self.manager.coordinator.single_type_managers[0]

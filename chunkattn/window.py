@@ -1,9 +1,19 @@
 """The window's arithmetic, as pure functions of integers. Positions are absolute."""
 
+import math
 from collections.abc import Iterable
 
 Runs = tuple[range, ...]
 """Chunks of the time line, as ascending, disjoint, non-empty ranges."""
+
+
+def part_of_blocks(block_size: int, chunk_size: int) -> int:
+    """Tokens of the entries of a block table: a block, where chunks are whole blocks.
+
+    Elsewhere an edge of the window may fall inside a block. Plans then name parts of blocks, the
+    largest parts whose edges are all the edges there are.
+    """
+    return block_size if chunk_size % block_size == 0 else math.gcd(block_size, chunk_size)
 
 
 def ceil_div(a: int, b: int) -> int:
