@@ -142,15 +142,21 @@ def jobs(archs: Sequence[str], presets: Sequence[str]) -> list[Callable[[], Row]
             add(compile_walk, arch, shape, split=True)
             add(compile_merge, arch, shape)
             add(compile_walk, arch, dataclasses.replace(shape, num_segments=3))
-            if arch != "sm_80":  # which has no e4m3
+            if has_e4m3(arch):
                 add(compile_walk, arch, dataclasses.replace(shape, fp8=True))
         for wide in (False, True):  # at vLLM's default block size
             add(compile_gather, arch, dataclasses.replace(shape, block_size=16), wide=wide)
-        for kernel in ("scatter", "block_scales", "fused", "copy", "blend", "clear"):
+        movers = ("scatter", "fused", "copy", "blend", "clear")
+        for kernel in (*movers, *(["block_scales"] * has_e4m3(arch))):
             add(functools.partial(compile_mover, kernel), arch, shape)
         if aot_vllm.is_installed():
             add(aot_vllm.compile_vllm, arch, shape)
     return list(found.values())
+
+
+def has_e4m3(arch: str) -> bool:
+    """Whether Triton has e4m3 for a target."""
+    return not 0 < capability(arch) < 89
 
 
 def shape_of(preset: ModelPreset) -> Shape:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -51,7 +52,7 @@ def print_rows(rows: Sequence[Row], as_json: bool) -> None:
             f"{row.padding_waste:.2%}" if row.kernel.startswith("walk") else "",
             ratio,
         )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
     if theirs:
         print("/ vLLM: issue slots a score of full tiles, over those of vLLM's Triton attention")
 
@@ -80,7 +81,7 @@ def print_budgets(results: Sequence[Result], as_json: bool) -> int:
             f"{result.reached:.4g}",
             result.verdict,
         )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
     return int(missed)
 
 

@@ -7,7 +7,7 @@ elements, addresses 64 bits wide.
 import triton
 import triton.language as tl
 
-from .primitives import block_factors, softmax_step
+from .primitives import block_factors, softmax_step, times
 
 
 @triton.jit
@@ -57,28 +57,26 @@ def attend_blocks(
         rows = (FIRST_ROW + offs_n).to(tl.int64)
         key_offset = rows[None, :] * stride_key.slot + offs_d[:, None]
         value_offset = rows[:, None] * stride_value.slot + offs_d[None, :]
-        key_step = tl.cast(stride_key.slot, tl.int64) * BLOCK_N
-        value_step = tl.cast(stride_value.slot, tl.int64) * BLOCK_N
     entry = first_tile // TILES
-    tile = first_tile % TILES
+    row = times(first_tile % TILES, BLOCK_N)  # of a tile, counted from FIRST_ROW
     # A second accumulator would cost the tail, which runs once a block, more than it hides.
     for i in tl.range(first_tile, last_tile, disallow_acc_multi_buffer=MASKED):
         if not COUNT_TILES:
             entry = i // TILES
-            tile = i % TILES
+            row = times(i % TILES, BLOCK_N)
         block = tl.load(table_ptr + tl.cast(entry, tl.int64) * stride_table.entry)
         # Keys as [BLOCK_D, BLOCK_N], values as [BLOCK_N, BLOCK_D]
         if key_desc is not None:
             # Rows past the block are outside the descriptor's second dimension: zeros.
-            first = [block.to(tl.int32), FIRST_ROW + tile * BLOCK_N, kv_head * HEAD_SIZE]
+            first = [block.to(tl.int32), FIRST_ROW + row, kv_head * HEAD_SIZE]
             key = key_desc.load(first).reshape(BLOCK_N, BLOCK_D).T
             value = value_desc.load(first).reshape(BLOCK_N, BLOCK_D)
         else:
             # Neither is negative, which saves the sign.
             block = block.to(tl.uint32).to(tl.int64)
-            wide_tile = tl.cast(tile, tl.uint32).to(tl.int64)
-            key_first = block * stride_key.block + wide_tile * key_step
-            value_first = block * stride_value.block + wide_tile * value_step
+            slot = tl.cast(row, tl.uint32).to(tl.int64)
+            key_first = block * stride_key.block + slot * stride_key.slot
+            value_first = block * stride_value.block + slot * stride_value.slot
             key_tile = key_ptr + key_first + key_offset
             value_tile = value_ptr + value_first + value_offset
             if MASKED or BLOCK_D != HEAD_SIZE:
@@ -116,9 +114,9 @@ def attend_blocks(
         )
         acc_unit = new_unit
         if COUNT_TILES:
-            tile += 1
-            if tile == TILES:
-                tile = 0
+            row += BLOCK_N
+            if row == TILES * BLOCK_N:
+                row = 0
                 entry += 1
     return acc, row_max, row_sum, acc_unit
 

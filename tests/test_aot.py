@@ -55,12 +55,13 @@ COMPILE = """
 import dataclasses, json, sys
 import torch
 from chunkattn import aot
+from chunkattn.aot_launch import Shape
 
 arch = sys.argv[1]
 for kernel, head_size, dtype in json.loads(sys.argv[2]):
     is_walk = kernel == "walk"
     compile = aot.compile_walk if is_walk else aot.compile_gather
-    row = compile(arch, aot.Shape(880 if is_walk else 16, head_size, dtype=getattr(torch, dtype)))
+    row = compile(arch, Shape(880 if is_walk else 16, head_size, dtype=getattr(torch, dtype)))
     print(json.dumps(dataclasses.asdict(row)))
 """
 
@@ -101,7 +102,7 @@ def test_budgets(results, budget):
 
 
 def test_every_budget_of_the_kernels_is_there():
-    assert len(set(BUDGETS)) == len(BUDGETS) == 78
+    assert len(set(BUDGETS)) == len(BUDGETS) == 86
     most = {budget[:5]: budget.most for budget in BUDGETS}
     for every_path in (False, True):
         assert most["walk", "sm_90", 880, every_path, "full"] == 505
@@ -192,7 +193,9 @@ def test_json_of_the_command():
     command = ("-m", "chunkattn", "aot", "--preset", "dreamzero_14b", "--json")
     rows = json.loads(run(*command, "--arch", "sm_90", "gfx942"))
     with_vllm = ["vllm_unified_attention"] * (importlib.util.find_spec("vllm") is not None)
-    kernels = ["gather", "gather64", "scatter", *with_vllm, "walk"]
+    movers = ["block_scales", "blend", "clear", "copy", "fused", "scatter"]
+    walks = ["walk", "walk_fp8", "walk_segments", "walk_split"]
+    kernels = ["gather", "gather64", "merge", *movers, *walks, *with_vllm]
     found = [(row["arch"], row["kernel"]) for row in rows]
     assert sorted(found) == sorted(
         [("sm_90", kernel) for kernel in [*kernels, "walk_pointers"]]

@@ -324,7 +324,7 @@ LOOP_FAULTS = {
     "first tile dropped": ("tl.range(first_tile, l", "tl.range(first_tile + 1, l"),
     "last tile dropped": ("last_tile, disallow", "last_tile - 1, disallow"),
     "first block read again": ("entry = i //", "entry = 0 * i //"),
-    "first tile of a block read again": ("tile = i %", "tile = 0 * i %"),
+    "first tile of a block read again": ("times(i % TILES, ", "times(0 * i % TILES, "),
     "tail from the start of its block": ("rows = (FIRST_ROW + offs_n)", "rows = offs_n"),
     "tail not masked": ("mask_n,\n            MASKED,", "mask_n,\n            False,"),
     "tail one row short": ("offs_n < NUM_ROWS", "offs_n < NUM_ROWS - 1"),
@@ -343,7 +343,7 @@ LOOP_FAULTS = {
 DESCRIPTOR_FAULTS = {
     "first head for all": ("kv_head * HEAD_SIZE]", "0 * HEAD_SIZE]"),
     "first block for all": ("[block.to(tl.int32), ", "[block.to(tl.int32) * 0, "),
-    "tail from the start of its block": ("FIRST_ROW + tile * BLOCK_N, kv", "tile * BLOCK_N, kv"),
+    "tail from the start of its block": ("FIRST_ROW + row, kv", "row, kv"),
 }
 BOX_FAULTS = {
     "heads of the pool wrong": ("num_kv_heads * head_size], [*s", "head_size], [*s"),
