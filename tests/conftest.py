@@ -21,7 +21,7 @@ if not HAS_GPU:
     if HAS_TRITON:
         import triton.runtime.interpreter
 
-        from chunkattn.testing import patch_bf16, patch_e4m3
+        from chunkattn.interpreter import patch_bf16, patch_e4m3
 
         patch_bf16(triton.runtime.interpreter)
         patch_e4m3(triton.runtime.interpreter)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 def interpreter_guard() -> None:
     """Fail unless Triton's bfloat16 dot and casts are those of a GPU.
 
-    On a CPU that is the interpreter with `chunkattn.testing.patch_bf16` in force.
+    On a CPU that is the interpreter with `chunkattn.interpreter.patch_bf16` in force.
     """
     import triton
     import triton.language as tl
