@@ -1,4 +1,4 @@
-"""The command line: ``chunkattn demo`` and ``chunkattn aot``."""
+"""The command line: ``chunkattn demo``, ``aot`` and ``doctor``."""
 
 import argparse
 import importlib.util
@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_aot(commands)
+    _add_doctor(commands)
     args = parser.parse_args(argv)
     status: int = args.run(args)
     return status
@@ -112,6 +113,31 @@ def _add_aot(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print rows as JSON, not a table")
     parser.set_defaults(run=_aot)
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say what is installed and what would run here",
+        description=(
+            "Print versions, the GPU, the backend that would run and the optional libraries that "
+            "were found. The exit status is 1 when something is missing or not supported."
+        ),
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of findings")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from chunkattn.doctor import findings
+
+    found = findings()
+    if args.json:
+        print(json.dumps([finding._asdict() for finding in found], indent=2))
+    else:
+        for what, value, problem in found:
+            print(f"{what:20} {value}{f'  <- {problem}' if problem else ''}")
+    return int(any(finding.problem for finding in found))
 
 
 def _aot(args: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ CORE_FILES = sorted(CORE.glob("*.py"))
 KERNEL_FILES = sorted(KERNELS.glob("*.py"))
 
 # Above the core: these may import anything.
-FREE = {"__main__", "cli", "demo", "integrations", "timeline"}
+FREE = {"__main__", "cli", "demo", "doctor", "integrations", "timeline"}
 FREE |= {"aot", "aot_budgets", "aot_launch", "aot_report", "aot_vllm", "sass"}
 # What a file of the core may import: modules of chunkattn, and packages beside the standard
 # library. "helper" stands for every file that has no row of its own.
