@@ -100,7 +100,9 @@ def compile_gather(arch: str, shape: Shape, *, wide: bool = False) -> Row:
 
 def compile_merge(arch: str, shape: Shape) -> Row:
     """Compile the merge of a split walk; errors as `compile_walk`."""
-    return row_of("merge", arch, shape, launch("walk", arch, shape, num_programs=132)[1], [])
+    found = launch("walk", arch, shape, num_programs=132)[1]
+    sizes = found.constants | found.constants["SIZES"]._asdict()
+    return row_of("merge", arch, shape, found._replace(constants=sizes), [])
 
 
 def compile_mover(kernel: str, arch: str, shape: Shape) -> Row:

@@ -17,7 +17,7 @@ import triton.language as tl
 from .arguments import AttentionArguments, RowStrides, strides
 from .launch import batch_of
 from .primitives import store_tile, tile_rows, times
-from .split import locate_tile, units_per_block
+from .split import locate_tile, split_sizes
 from .tuning import WalkTiles, padded_head_size
 
 
@@ -64,25 +64,18 @@ def _merge_kernel(
     stride_lse,
     num_programs,
     HEAD_SIZE: tl.constexpr,
-    QUERIES_PER_KV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    UNITS_PER_BLOCK: tl.constexpr,
-    REST_N: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Combine the records of one tile, where there are two or more, and write its result.
 
     Work of a launch: 2 * head_size multiply-adds a row of a record. Bytes: each record read once,
     at most two a program of the split launch, and ``out`` written where a tile was split.
     """
+    BLOCK_M: tl.constexpr = SIZES.BLOCK_M
     # How many units there are in all: those before the tile after the last.
-    _, _, _, num_units, _ = locate_tile(
-        2**31 - 1, batch, QUERIES_PER_KV, BLOCK_M, BLOCK_SIZE, UNITS_PER_BLOCK, REST_N
-    )
-    seq, kv_head, tile, first_unit, units = locate_tile(
-        tl.program_id(0), batch, QUERIES_PER_KV, BLOCK_M, BLOCK_SIZE, UNITS_PER_BLOCK, REST_N
-    )
+    _, _, _, num_units, _ = locate_tile(2**31 - 1, batch, SIZES)
+    seq, kv_head, tile, first_unit, units = locate_tile(tl.program_id(0), batch, SIZES)
     share = tl.cdiv(num_units, num_programs)
     first_program = (first_unit // share).to(tl.int32)
     last_program = ((first_unit + units - 1) // share).to(tl.int32)
@@ -104,7 +97,7 @@ def _merge_kernel(
             tl.load(workspace_ptr + sum_offset),
         )
     token, head, mask_m, _ = tile_rows(
-        batch.query_start_loc_ptr, seq, kv_head, tile, QUERIES_PER_KV, BLOCK_M
+        batch.query_start_loc_ptr, seq, kv_head, tile, SIZES.QUERIES_PER_KV, BLOCK_M
     )
     store_tile(
         out_ptr,
@@ -151,12 +144,8 @@ def merge(
         RowStrides(*strides(inputs.lse, 2)),
         num_programs,
         HEAD_SIZE=head_size,
-        QUERIES_PER_KV=num_heads // num_kv_heads,
-        BLOCK_M=tiles.block_m,
         BLOCK_D=padded_head_size(head_size),
-        BLOCK_SIZE=block_size,
-        UNITS_PER_BLOCK=units_per_block(block_size, tiles),
-        REST_N=tiles.rest_n,
+        SIZES=split_sizes(tiles, block_size, num_heads // num_kv_heads),
         num_warps=tiles.num_warps,
         enable_fp_fusion=True,
     )

@@ -10,6 +10,8 @@ The number of programs is chosen from shapes, the shares follow from ``seq_lens`
 same call gives the same bits, and a launch does not change as the window moves.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -21,56 +23,45 @@ UNIT = tl.constexpr(_UNIT)
 """Keys of a unit: the smallest tile of keys there is."""
 
 
-def units_per_block(block_size: int, tiles: WalkTiles) -> int:
-    """Units of a whole block: of its full tiles and of its tail."""
+class SplitSizes(NamedTuple):
+    """Compile-time sizes that the division depends on."""
+
+    QUERIES_PER_KV: int
+    BLOCK_M: int
+    BLOCK_SIZE: int
+    UNITS_PER_BLOCK: int  # of its full tiles and of its tail
+    REST_N: int
+
+
+def split_sizes(tiles: WalkTiles, block_size: int, queries_per_kv: int) -> SplitSizes:
+    """The sizes of a launch of `walk`."""
     tail_rows = block_size % tiles.block_n
-    return (block_size - tail_rows + (tiles.tail_n if tail_rows else 0)) // _UNIT
+    computed = block_size - tail_rows + (tiles.tail_n if tail_rows else 0)
+    return SplitSizes(queries_per_kv, tiles.block_m, block_size, computed // _UNIT, tiles.rest_n)
 
 
 @triton.jit
-def work_of_sequence(
-    seq,
-    batch,
-    QUERIES_PER_KV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    UNITS_PER_BLOCK: tl.constexpr,
-    REST_N: tl.constexpr,
-):
+def work_of_sequence(seq, batch, SIZES: tl.constexpr):
     """Tiles of one head, and units of one of them; a tile without a key has one unit too."""
     num_tokens = rows_of(batch.query_start_loc_ptr, seq)
-    num_tiles = tl.cdiv(times(num_tokens, QUERIES_PER_KV), BLOCK_M)
+    num_tiles = tl.cdiv(times(num_tokens, SIZES.QUERIES_PER_KV), SIZES.BLOCK_M)
     seq_len = tl.load(batch.seq_lens_ptr + seq).to(tl.int32)
-    num_rest = tl.cdiv(seq_len % BLOCK_SIZE, REST_N)
+    num_rest = tl.cdiv(seq_len % SIZES.BLOCK_SIZE, SIZES.REST_N)
     if batch.current_start_loc_ptr is not None:
-        num_rest += tl.cdiv(rows_of(batch.current_start_loc_ptr, seq), REST_N)
-    num_units = times(seq_len // BLOCK_SIZE, UNITS_PER_BLOCK) + times(num_rest, REST_N // UNIT)
+        num_rest += tl.cdiv(rows_of(batch.current_start_loc_ptr, seq), SIZES.REST_N)
+    num_units = times(seq_len // SIZES.BLOCK_SIZE, SIZES.UNITS_PER_BLOCK) + times(
+        num_rest, SIZES.REST_N // UNIT
+    )
     return num_tiles, tl.maximum(num_units, 1)
 
 
 @triton.jit
-def tile_of_unit(
-    unit,
-    batch,
-    QUERIES_PER_KV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    UNITS_PER_BLOCK: tl.constexpr,
-    REST_N: tl.constexpr,
-):
+def tile_of_unit(unit, batch, SIZES: tl.constexpr):
     """Index of the tile that owns a unit; the number of tiles for a unit past the last."""
     tile = tl.cast(0, tl.int32)
     first_unit = tl.cast(0, tl.int64)
     for seq in tl.range(0, batch.num_seqs):
-        num_tiles, num_units = work_of_sequence(
-            seq,
-            batch,
-            QUERIES_PER_KV,
-            BLOCK_M,
-            BLOCK_SIZE,
-            UNITS_PER_BLOCK,
-            REST_N,
-        )
+        num_tiles, num_units = work_of_sequence(seq, batch, SIZES)
         units = num_tiles.to(tl.int64) * batch.num_kv_heads * num_units
         inside = tl.minimum(tl.maximum(unit - first_unit, 0), units)
         tile += (inside // num_units).to(tl.int32)
@@ -79,15 +70,7 @@ def tile_of_unit(
 
 
 @triton.jit
-def locate_tile(
-    index,
-    batch,
-    QUERIES_PER_KV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    UNITS_PER_BLOCK: tl.constexpr,
-    REST_N: tl.constexpr,
-):
+def locate_tile(index, batch, SIZES: tl.constexpr):
     """Sequence, K/V head, tile within them, first unit and units of the tile of an index.
 
     For an index past the last tile the first unit is the number of all units.
@@ -99,15 +82,7 @@ def locate_tile(
     first_unit = tl.cast(0, tl.int64)
     first_tile = tl.cast(0, tl.int32)
     for seq in tl.range(0, batch.num_seqs):
-        num_tiles, num_units = work_of_sequence(
-            seq,
-            batch,
-            QUERIES_PER_KV,
-            BLOCK_M,
-            BLOCK_SIZE,
-            UNITS_PER_BLOCK,
-            REST_N,
-        )
+        num_tiles, num_units = work_of_sequence(seq, batch, SIZES)
         count = times(num_tiles, batch.num_kv_heads)
         inside = index - first_tile
         first_unit += tl.minimum(tl.maximum(inside, 0), count).to(tl.int64) * num_units
@@ -129,46 +104,14 @@ def items_between(first_unit, last_unit, base, first_item, last_item, BLOCK_N: t
 
 
 @triton.jit
-def share_of_program(
-    num_programs,
-    batch,
-    QUERIES_PER_KV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    UNITS_PER_BLOCK: tl.constexpr,
-    REST_N: tl.constexpr,
-):
+def share_of_program(num_programs, batch, SIZES: tl.constexpr):
     """First unit of this program's share, the one after its last, its first tile, and how many."""
     # The tile after the last starts behind all units.
-    _, _, _, num_units, _ = locate_tile(
-        2**31 - 1,
-        batch,
-        QUERIES_PER_KV,
-        BLOCK_M,
-        BLOCK_SIZE,
-        UNITS_PER_BLOCK,
-        REST_N,
-    )
+    _, _, _, num_units, _ = locate_tile(2**31 - 1, batch, SIZES)
     share = tl.cdiv(num_units, num_programs)
     first_unit = tl.minimum(tl.program_id(0) * share, num_units)
     last_unit = tl.minimum(first_unit + share, num_units)
-    first_tile = tile_of_unit(
-        first_unit,
-        batch,
-        QUERIES_PER_KV,
-        BLOCK_M,
-        BLOCK_SIZE,
-        UNITS_PER_BLOCK,
-        REST_N,
-    )
-    last_tile = tile_of_unit(
-        last_unit - 1,
-        batch,
-        QUERIES_PER_KV,
-        BLOCK_M,
-        BLOCK_SIZE,
-        UNITS_PER_BLOCK,
-        REST_N,
-    )
+    first_tile = tile_of_unit(first_unit, batch, SIZES)
+    last_tile = tile_of_unit(last_unit - 1, batch, SIZES)
     num_tiles = tl.where(first_unit < last_unit, last_tile - first_tile + 1, 0)
     return first_unit, last_unit, first_tile, num_tiles

@@ -30,7 +30,7 @@ from .primitives import (
     tile_rows,
     times,
 )
-from .split import UNIT, items_between, locate_tile, share_of_program, units_per_block
+from .split import UNIT, items_between, locate_tile, share_of_program, split_sizes
 from .tuning import split_programs, walk_tiles
 
 
@@ -75,7 +75,7 @@ def _walk_kernel(
     BLOCK_D: tl.constexpr,
     TAIL_N: tl.constexpr,
     REST_N: tl.constexpr,
-    UNITS_PER_BLOCK: tl.constexpr,
+    SIZES: tl.constexpr,
     PRECISION: tl.constexpr,
     ONE_SEQ: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr,
@@ -99,15 +99,11 @@ def _walk_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     num_pieces = 1
     if SPLIT:
-        first_unit, last_unit, first_tile, num_pieces = share_of_program(
-            num_programs, batch, QUERIES_PER_KV, BLOCK_M, BLOCK_SIZE, UNITS_PER_BLOCK, REST_N
-        )
+        first_unit, last_unit, first_tile, num_pieces = share_of_program(num_programs, batch, SIZES)
     for piece in tl.range(0, num_pieces):
         if SPLIT:
             index = first_tile + piece
-            seq, kv_head, tile, tile_unit, num_units = locate_tile(
-                index, batch, QUERIES_PER_KV, BLOCK_M, BLOCK_SIZE, UNITS_PER_BLOCK, REST_N
-            )
+            seq, kv_head, tile, tile_unit, num_units = locate_tile(index, batch, SIZES)
             first = tl.maximum(first_unit - tile_unit, 0).to(tl.int32)
             last = tl.minimum(last_unit - tile_unit, num_units).to(tl.int32)
         else:
@@ -221,7 +217,7 @@ def _walk_kernel(
         start = 0
         stop = tl.cdiv(num_last_rows, REST_N)
         if SPLIT:
-            base = times(num_whole_blocks, UNITS_PER_BLOCK)
+            base = times(num_whole_blocks, SIZES.UNITS_PER_BLOCK)
             current_base = base + times(stop, REST_N // UNIT)
             start, stop = items_between(first, last, base, start, stop, REST_N)
         # Past the table's end when the last block is full: then nothing may be read there.
@@ -357,7 +353,7 @@ def walk(
         **constants,
         BLOCK_N=tiles.block_n,
         TAIL_N=tiles.tail_n,
-        UNITS_PER_BLOCK=units_per_block(block_size, tiles),
+        SIZES=split_sizes(tiles, block_size, constants["QUERIES_PER_KV"]),
         # Always cheaper beside 64-bit addresses on sm_90.
         COUNT_TILES=tiles.count_tiles or (arch >= 90 and not descriptors),
         num_warps=tiles.num_warps,
