@@ -47,7 +47,8 @@ class Branch:
         self.plans: tuple[Plan, ...] = ()
         self.plan_key: tuple[object, ...] = ()
         self.scratch = np.asarray(
-            cache.scratch_block_ids(bool(index), 0, cache.scratch_blocks_per_branch)
+            cache.scratch_block_ids(bool(index), 0, cache.scratch_blocks_per_branch),
+            dtype=np.int32,
         )
         scratch_tokens = cache.scratch_blocks_per_branch * cache.block_size
         chunk_size, part = cache.spec.chunk_size, cache.table_block_size
@@ -57,9 +58,10 @@ class Branch:
                 + cache.policy.retrieved_chunks * chunk_size // part
                 + ceil_div(scratch_tokens, part),
                 max_rows=cache.window_chunks * chunk_size + scratch_tokens,
+                part=part,
                 device=cache.device,
             )
-            for view in cache.policy.views()
+            for view in cache.views
         ]
 
     @property

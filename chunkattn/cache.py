@@ -54,6 +54,8 @@ class ARDiffusionKVCache(Requests):
         local_branches: guidance branches that run on this rank, 1 or 2.
         num_frame_per_block: chunks of a span.
         max_scratch_tokens_per_branch: action and state tokens of a forward.
+        scratch: reserve scratch blocks, into which action rows and the span of a denoise forward
+            are written. Without them these rows are attended where the model left them.
         session_capacity: sessions that may be open at a time. Reserves no blocks.
         backend: ``"auto"``, ``"torch"``, ``"triton"``, ``"fa3"`` or ``"fa2"``, for the sessions.
         policy: what the branches see and keep, from `chunkattn.policy` or one's own. None is the
@@ -83,6 +85,7 @@ class ARDiffusionKVCache(Requests):
         local_branches: int = 2,
         num_frame_per_block: int = 1,
         max_scratch_tokens_per_branch: int = 0,
+        scratch: bool = True,
         session_capacity: int = 1,
         backend: str = "auto",
         policy: Policy | None = None,
@@ -163,10 +166,12 @@ class ARDiffusionKVCache(Requests):
             local_branches=local_branches,
             blocks_per_branch=branch_blocks(spec, policy, num_frame_per_block),
         )
-        self.scratch_blocks_per_branch = scratch_blocks(
-            ceil_div(num_frame_per_block * config.chunk_size, block_size)
-            + ceil_div(max_scratch_tokens_per_branch, block_size)
-        )
+        self.scratch_blocks_per_branch = 0
+        if scratch:
+            self.scratch_blocks_per_branch = scratch_blocks(
+                ceil_div(num_frame_per_block * config.chunk_size, block_size)
+                + ceil_div(max_scratch_tokens_per_branch, block_size)
+            )
         self.scratch_num_blocks = local_branches * self.scratch_blocks_per_branch
         self.num_blocks_total = self.managed_num_blocks + self.scratch_num_blocks
         if self.num_blocks_total * block_size > torch.iinfo(torch.int32).max:
@@ -177,7 +182,8 @@ class ARDiffusionKVCache(Requests):
         super().__init__(spec, policy, num_layers, self.num_blocks, max_model_len, self.device)
         self.view_of_layer = [self.policy.view_of(layer) for layer in range(num_layers)]
         # A single session waits for nobody.
-        self.scratch_turns = [Turn() for _ in range(local_branches)] if session_capacity > 1 else []
+        shared = scratch and session_capacity > 1
+        self.scratch_turns = [Turn() for _ in range(local_branches)] if shared else []
         self._sessions: dict[str, Session] = {}
 
         self._views: list[list[torch.Tensor]] = []

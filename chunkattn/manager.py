@@ -207,6 +207,10 @@ class ChunkWindowManager(SlidingWindowManager):
         """The block table of a request."""
         return [block.block_id for block in self.req_to_blocks.get(request_id, ())]
 
+    def num_blocks(self, request_id: str) -> int:
+        """Length of the block table of a request."""
+        return len(self.req_to_blocks.get(request_id, ()))
+
     def drop(self, request_id: str, gaps: Sequence[range]) -> None:
         """Free and take out whole blocks, by their positions on the time line.
 

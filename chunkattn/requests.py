@@ -81,6 +81,7 @@ class Requests:
         self.policy = policy or SlidingWindow(
             spec.window_chunks, spec.sink_chunks, spec.reset_at_boundary
         )
+        self.views = self.policy.views()
         self.block_size = int(spec.block_size)
         self.table_block_size = part_of_blocks(self.block_size, spec.chunk_size)
         layer_names = [f"ar_diffusion.layer.{layer}" for layer in range(num_layers)]
@@ -171,7 +172,8 @@ class Requests:
         # vLLM cuts an allocation at max_model_len. Storage stays short, but a window may be longer.
         self.manager.max_model_len = max(self.manager.max_model_len, end)
         # Counted here too: vLLM counts short for a prefix that is longer than the window.
-        missing = ceil_div(end, self.block_size) - len(self.block_table(adapter)) + len(shared)
+        owned = self._window_manager.num_blocks(adapter.request_id)
+        missing = ceil_div(end, self.block_size) - owned + len(shared)
         if (
             missing > self.num_free_blocks
             or self.manager.allocate_slots(adapter, num_new_tokens=num_tokens) is None
@@ -273,9 +275,10 @@ class Requests:
 
     def _parts(self, adapter: ARDiffusionRequestAdapter, where: range) -> list[int]:
         """Storage positions as parts of blocks, as plans name them."""
-        table = np.asarray(self.block_table(adapter), dtype=np.int64)
+        table = np.array(self.block_table(adapter), dtype=np.int32)
         extent = Extent(table, where.start, where.stop, self.block_size)
-        return [int(part) for part in extent.entries(self.table_block_size)]
+        parts: list[int] = extent.entries(self.table_block_size).tolist()
+        return parts
 
     @locked
     def fetch_chunks(

@@ -110,9 +110,11 @@ class Session:
                 f"{cache.window_chunks} chunks, got {seq_len}"
             )
         scratch_tokens = cache.scratch_blocks_per_branch * cache.block_size
-        if not 0 <= action_len <= scratch_tokens:
+        if action_len < 0:
+            raise ValueError(f"`action_len` must not be negative, got {action_len}")
+        if scratch_tokens and action_len > scratch_tokens:
             raise ValueError(
-                f"`action_len` must be from 0 to {scratch_tokens}, what the scratch blocks of a "
+                f"`action_len` must be at most {scratch_tokens}, what the scratch blocks of a "
                 f"branch hold (see max_scratch_tokens_per_branch), got {action_len}"
             )
         return ForwardContext(self, side, seq_len, commit, action_len)

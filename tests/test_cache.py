@@ -43,6 +43,7 @@ def test_constructor_arguments():
         "local_branches": 2,
         "num_frame_per_block": 1,
         "max_scratch_tokens_per_branch": 0,
+        "scratch": True,
         "session_capacity": 1,
         "backend": "auto",
         "policy": None,
