@@ -3,7 +3,6 @@
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from chunkattn.branch import Branch
@@ -53,7 +52,6 @@ class ForwardContext:
         self.action_len = action_len
         self.commit = commit
         self.num_chunks = seq_len // session.cache.spec.chunk_size
-        self.first_chunk = branch.next_chunk
         self._side = branch
         self._num_layers = session.cache.num_layers
         self._view_of_layer = session.cache.view_of_layer
@@ -167,41 +165,36 @@ class ForwardContext:
         self._borrows = self.commit or (
             has_scratch and self.seq_len + self.action_len > scratch_tokens
         )
-        key = (
-            self._borrows,
+        past_key = (
             adapter,
             adapter.table_epoch,
+            adapter.completed_chunks,
             self.first_chunk,
             self.seq_len,
-            self.action_len,
         )
+        key = (past_key, self.action_len)
         if not self._borrows and side.plan_key == key:
             return side.plans
         span_chunks = range(self.first_chunk, self.first_chunk + self.num_chunks)
-        resident = adapter.resident
-        if side.replaying is not None:
-            self._check_replay(span_chunks)
-            resident = common(resident, (range(self.first_chunk),))
-        seen = [view.visible(resident, span_chunks) for view in cache.views]
-        if side.replaying is not None:
-            seen = [common(visible, resident) for visible in seen]
-        elif adapter.retrieved:
-            seen = [
-                common(runs([*(c for run in v for c in run), *adapter.retrieved]), resident)
-                for v in seen
-            ]
-        for visible in seen:
-            cache.check_resident(adapter, visible)
+        if side.past_key != past_key:
+            side.seen = self._seen(span_chunks)
         if self._borrows and side.replaying is None:
             block_ids = cache.allocate_token_slots(adapter, self.seq_len)
         else:
             block_ids = cache.block_table(adapter)
-        table = np.array(block_ids, dtype=np.int32)
 
         def extents(chunks: Runs) -> list[Extent]:
             where = cache.storage(adapter, chunks)
-            return [Extent(table, w.start, w.stop, block_size) for w in where]
+            return [Extent(block_ids, w.start, w.stop, block_size) for w in where]
 
+        # Allocating may have copied a shared block that is partly filled.
+        if side.past_key != past_key or adapter.table_epoch != past_key[1]:
+            fetched = [
+                Extent(cache.block_table(request), 0, cache.spec.chunk_size, block_size)
+                for _, request in sorted(side.fetched.items())
+            ]
+            side.past = [[*extents(visible), *fetched] for visible in side.seen]
+            side.past_key = (adapter, adapter.table_epoch, *past_key[2:])
         span = action = None
         if self._borrows:
             (span,) = extents((span_chunks,))
@@ -210,27 +203,33 @@ class ForwardContext:
         if has_scratch:
             start = 0 if self._borrows else self.seq_len
             action = Extent(side.scratch, start, start + self.action_len, block_size)
-        fetched = [
-            Extent(
-                np.array(cache.block_table(request), dtype=np.int32),
-                0,
-                cache.spec.chunk_size,
-                block_size,
-            )
-            for _, request in sorted(side.fetched.items())
-        ]
         side.plans = tuple(
-            buffers.write(
-                [*extents(visible), *fetched],
-                span,
-                action,
-                span_len=self.seq_len,
-                action_len=self.action_len,
-            )
-            for visible, buffers in zip(seen, side.buffers, strict=True)
+            [
+                buffers.write(
+                    past, span, action, span_len=self.seq_len, action_len=self.action_len
+                )
+                for past, buffers in zip(side.past, side.buffers, strict=True)
+            ]
         )
-        side.plan_key = key
+        side.plan_key = () if self._borrows else key
         return side.plans
+
+    def _seen(self, span: range) -> list[Runs]:
+        """History that the span sees, for each view of the policy."""
+        cache, side, adapter = self.session.cache, self._side, self._side.adapter
+        resident = adapter.resident
+        if side.replaying is not None:
+            self._check_replay(span)
+            resident = common(resident, (range(self.first_chunk),))
+        seen = [view.visible(resident, span) for view in cache.views]
+        if side.replaying is not None:
+            seen = [common(visible, resident) for visible in seen]
+        elif adapter.retrieved:
+            shown = adapter.retrieved
+            seen = [common(runs([*(c for run in v for c in run), *shown]), resident) for v in seen]
+        for visible in seen:
+            cache.check_resident(adapter, visible)
+        return seen
 
     def _check_replay(self, span: range) -> None:
         if not self.commit:

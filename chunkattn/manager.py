@@ -129,6 +129,8 @@ class ChunkWindowManager(SlidingWindowManager):
         super().__init__(kv_cache_spec, *args, **kwargs)
         # What compaction has taken out: whole blocks, as ranges of positions on the time line.
         self._gaps: dict[str, list[range]] = {}
+        self._sink = self.kv_cache_spec.sink_chunks * self.kv_cache_spec.chunk_size
+        self._sink_blocks = ceil_div(self._sink, self.block_size)
         self.evicts = True
         """Evict by the spec's window; else `drop` is told what leaves."""
 
@@ -169,17 +171,15 @@ class ChunkWindowManager(SlidingWindowManager):
         """
         compacted = self.compacted_tokens(request_id)
         skipped = self.get_num_skipped_tokens(total_computed_tokens + compacted)
-        sink = self.kv_cache_spec.sink_chunks * self.kv_cache_spec.chunk_size
-        first = ceil_div(sink, self.block_size)
-        return slice(first, max(first, (sink + skipped - compacted) // self.block_size))
+        first = self._sink_blocks
+        return slice(first, max(first, (self._sink + skipped - compacted) // self.block_size))
 
     def compact_block_table(self, request_id: str) -> int:
         """Take the null blocks after the sink out of the table; returns the tokens they held."""
         if self.enable_caching:
             raise LifecycleError("a block table can only be compacted without prefix caching")
         blocks = self.req_to_blocks.get(request_id, [])
-        sink = self.kv_cache_spec.sink_chunks * self.kv_cache_spec.chunk_size
-        first = last = ceil_div(sink, self.block_size)
+        first = last = self._sink_blocks
         while last < len(blocks) and blocks[last] is self._null_block:
             last += 1
         del blocks[first:last]

@@ -7,43 +7,35 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from chunkattn.window import ceil_div
 
-IntArray = npt.NDArray[np.int32]
 _ALIGN = 4  # int32 elements of 16 bytes, so that each part starts as aligned as an allocation
 
 
 class Extent(NamedTuple):
     """Storage positions ``[start, stop)`` of a block table."""
 
-    table: IntArray
+    table: list[int]
     start: int
     stop: int
     block_size: int
 
-    @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
-
     def blocks(self) -> list[int]:
         """Blocks that hold these positions, in order."""
-        found: list[int] = self._blocks().tolist()
-        return found
-
-    def entries(self, part: int) -> IntArray:
-        """These positions as parts of ``part`` tokens, numbered through the pool."""
-        if part == self.block_size:
-            return self._blocks()
-        positions = np.arange(self.start, self.stop, part, dtype=np.int32)
-        block = self.table[positions // self.block_size]
-        return block * (self.block_size // part) + positions % self.block_size // part
-
-    def _blocks(self) -> IntArray:
         stop = ceil_div(self.stop, self.block_size) if self.stop > self.start else 0
         return self.table[self.start // self.block_size : stop]
+
+    def entries(self, part: int) -> list[int]:
+        """These positions as parts of ``part`` tokens, numbered through the pool."""
+        if part == self.block_size:
+            return self.blocks()
+        table, size = self.table, self.block_size
+        return [
+            (table[position // size] * size + position % size) // part
+            for position in range(self.start, self.stop, part)
+        ]
 
 
 class Plan:
@@ -147,33 +139,33 @@ class PlanBuffers:
             self._turn ^= 1
             self._copied[self._turn].synchronize()
         host, part = self._host[self._turn], self._part
-        stop = first_slot = self._slots_start
-        table, paged = self._table.start, 0
+        entries: list[int] = []
+        paged = 0
         for extent in past:
-            entries = extent.entries(part)
-            host[table : table + len(entries)] = entries
-            table += len(entries)
+            entries += extent.entries(part)
             paged += extent.stop - extent.start
-        for written in (span, action):
-            if written is not None:
-                entries = written.entries(part)
-                num_entries, num_tokens = len(entries), written.stop - written.start
-                host[table : table + num_entries] = entries
-                table += num_entries
-                paged += num_tokens
-                slots = host[stop : stop + num_entries * part].reshape(num_entries, part)
-                np.add((entries * part)[:, None], self._offsets, out=slots)
-                stop += num_tokens
-        host[table : self._table.stop] = 0
-        num_written = stop - first_slot
+        first_written = len(entries)
+        num_written = 0
+        for extent in filter(None, (span, action)):
+            entries += extent.entries(part)
+            num_written += extent.stop - extent.start
+        table = host[self._table]
+        table[: len(entries)] = entries
+        table[len(entries) :] = 0
+        if num_written:
+            written = table[first_written : len(entries), None]
+            # The span is a whole number of parts, so the action rows' slots follow its own.
+            slots = host[self._slots_start : self._slots_start + written.size * part]
+            np.add(written * part, self._offsets, out=slots.reshape(-1, part))
         host[1] = span_len + action_len
         # Of the rows that are not written, the first kind: the other needs no bounds.
         host[_ALIGN + 1] = span_len if span is None else action_len if action is None else 0
-        host[2 * _ALIGN] = paged
+        host[2 * _ALIGN] = paged + num_written
         if self._on_gpu:
             self._buffer.copy_(self._staging[self._turn], non_blocking=True)
             self._copied[self._turn].record()
-        if num_written not in self._slots:
-            self._slots[num_written] = self._buffer[first_slot:stop]
-        kv_len = paged + span_len + action_len - num_written
-        return Plan(self, self._slots[num_written], kv_len, past, span, action)
+        slot_mapping = self._slots.get(num_written)
+        if slot_mapping is None:
+            slot_mapping = self._buffer[self._slots_start : self._slots_start + num_written]
+            self._slots[num_written] = slot_mapping
+        return Plan(self, slot_mapping, paged + span_len + action_len, past, span, action)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 
 from chunkattn.errors import LifecycleError, PoolExhaustedError
@@ -275,10 +274,8 @@ class Requests:
 
     def _parts(self, adapter: ARDiffusionRequestAdapter, where: range) -> list[int]:
         """Storage positions as parts of blocks, as plans name them."""
-        table = np.array(self.block_table(adapter), dtype=np.int32)
-        extent = Extent(table, where.start, where.stop, self.block_size)
-        parts: list[int] = extent.entries(self.table_block_size).tolist()
-        return parts
+        extent = Extent(self.block_table(adapter), where.start, where.stop, self.block_size)
+        return extent.entries(self.table_block_size)
 
     @locked
     def fetch_chunks(
