@@ -43,6 +43,7 @@ class Branch:
             for chunk, fetched in source.fetched.items():
                 self.fetched[chunk] = cache.fork_request(fetched, self.chunk_id(chunk))
         self.plans: tuple[Plan, ...] = ()
+        self.plan_of_layer: list[Plan] = []
         self.plan_key: tuple[object, ...] = ()
         # Of the span planned last: what it sees, as chunks and as storage.
         self.seen: list[Runs] = []

@@ -95,9 +95,9 @@ class ARDiffusionRequestAdapter:
         """Tokens of the prefill prefix."""
         return self._prefill_prefix_tokens
 
-    def on_chunk_committed(self) -> None:
-        """Advance by one chunk: once a chunk, not once a denoise forward."""
-        self._completed_chunks += 1
+    def on_chunk_committed(self, num_chunks: int = 1) -> None:
+        """Advance by as many chunks: once a chunk, not once a denoise forward."""
+        self._completed_chunks += num_chunks
 
     def on_fork(self, source: "ARDiffusionRequestAdapter") -> None:
         """Take over the position of another request."""
@@ -157,6 +157,8 @@ class ChunkWindowManager(SlidingWindowManager):
         """
         blocks = self.req_to_blocks.get(request_id, [])
         gap = self.gap(request_id, total_computed_tokens)
+        if gap.start == gap.stop:
+            return
         freed = [block for block in blocks[gap] if block is not self._null_block]
         if freed:
             blocks[gap] = [self._null_block] * len(blocks[gap])
@@ -171,8 +173,8 @@ class ChunkWindowManager(SlidingWindowManager):
         """
         compacted = self.compacted_tokens(request_id)
         skipped = self.get_num_skipped_tokens(total_computed_tokens + compacted)
-        first = self._sink_blocks
-        return slice(first, max(first, (self._sink + skipped - compacted) // self.block_size))
+        first, stop = self._sink_blocks, (self._sink + skipped - compacted) // self.block_size
+        return slice(first, stop if stop > first else first)
 
     def compact_block_table(self, request_id: str) -> int:
         """Take the null blocks after the sink out of the table; returns the tokens they held."""

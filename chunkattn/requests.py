@@ -232,8 +232,7 @@ class Requests:
         """`commit_chunk` for a whole span: all or nothing."""
         self._check_allocated(adapter, num_chunks)
         first = adapter.completed_chunks
-        for _ in range(num_chunks):
-            adapter.on_chunk_committed()
+        adapter.on_chunk_committed(num_chunks)
         span = range(first, first + num_chunks)
         held = merged((*adapter.resident, span))
         kept = merged(self.policy.kept(adapter.resident, span))
@@ -250,7 +249,7 @@ class Requests:
         window = self._window_manager
         if window.evicts:
             window.remove_skipped_blocks(adapter.request_id, adapter.num_computed_tokens)
-            window.compact_block_table(adapter.request_id)
+            removed = window.compact_block_table(adapter.request_id)
         else:
             if self.policy.retrieved_chunks:
                 for chunk in {c for run in held for c in run}.difference(*adapter.resident):
@@ -263,8 +262,8 @@ class Requests:
                 block_size=self.block_size,
             )
             window.drop(adapter.request_id, gaps)
+            removed = window.compacted_tokens(adapter.request_id) - adapter.compacted_tokens
         self.settling.freed(adapter.stream)
-        removed = window.compacted_tokens(adapter.request_id) - adapter.compacted_tokens
         adapter.compacted_tokens += removed
         adapter.allocated_tokens -= removed
 
@@ -310,12 +309,8 @@ class Requests:
     def storage(self, adapter: ARDiffusionRequestAdapter, chunks: Runs) -> list[range]:
         """Storage positions of runs of resident chunks."""
         size = self.spec.chunk_size
-        return [
-            self._window_manager.storage(
-                adapter.request_id, range(run.start * size, run.stop * size)
-            )
-            for run in chunks
-        ]
+        storage, request_id = self._window_manager.storage, adapter.request_id
+        return [storage(request_id, range(run.start * size, run.stop * size)) for run in chunks]
 
     def check_rollback(
         self, adapter: ARDiffusionRequestAdapter, num_chunks: int, next_span: int
