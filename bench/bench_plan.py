@@ -162,9 +162,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         for name, marker in ((THEIRS, "s"), (OURS, "o")):
             points = row["by_span"][name]
             spans = [int(span) for span in points]
-            median, low, high = (
-                [1e6 * points[span][i] for span in points] for i in range(3)
-            )
+            median, low, high = ([1e6 * points[span][i] for span in points] for i in range(3))
             axis.fill_between(spans, low, high, alpha=0.25)
             axis.plot(spans, median, marker=marker, label=name)
         axis.set(xscale="log", title=row["preset"], xlabel="span number", ylim=(0, None))

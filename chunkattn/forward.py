@@ -204,9 +204,7 @@ class ForwardContext:
             action = Extent(side.scratch, start, start + self.action_len, block_size)
         side.plans = tuple(
             [
-                buffers.write(
-                    past, span, action, span_len=self.seq_len, action_len=self.action_len
-                )
+                buffers.write(past, span, action, span_len=self.seq_len, action_len=self.action_len)
                 for past, buffers in zip(side.past, side.buffers, strict=True)
             ]
         )
@@ -258,8 +256,9 @@ class ForwardContext:
         softmax_scale: float | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write one layer's K/V of the span and the action rows into the pool, then attend over all
-        visible keys.
+        """Write one layer's K/V of the rows that have a slot, then attend over all visible keys.
+
+        Without scratch a denoise forward writes nothing, and a commit forward the span.
 
         Args:
             layer: the layer, from 0.
@@ -300,6 +299,9 @@ class ForwardContext:
             out,
             cache.head_size**-0.5 if softmax_scale is None else softmax_scale,
             cache.backend,
+            None,
+            None,
+            plan.current_start_loc,
         )
         if cache.scratch_turns:
             turn = cache.scratch_turns[self.branch]

@@ -44,6 +44,8 @@ def work_of_sequence(
     num_rest = tl.cdiv(seq_len % BLOCK_SIZE, REST_N)
     if batch.current_start_loc_ptr is not None:
         num_rest += tl.cdiv(rows_of(batch.current_start_loc_ptr, seq), REST_N)
+    if batch.num_extra is not None:
+        num_rest = num_rest + tl.cdiv(tl.cast(batch.num_extra, tl.int32), REST_N)
     num_units = times(seq_len // BLOCK_SIZE, UNITS_PER_BLOCK) + times(num_rest, REST_N // UNIT)
     return num_tiles, tl.maximum(num_units, 1)
 
