@@ -1,5 +1,6 @@
 """The paged K/V cache of one model: vLLM's manager, pools, scratch and cross-attention."""
 
+import itertools
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from chunkattn.requests import Requests, locked
 from chunkattn.sizing import (
     SCRATCH_ENV,
     branch_blocks,
+    budgeted_blocks,
     check_policy,
     checked_window,
     managed_blocks,
@@ -57,6 +59,11 @@ class ARDiffusionKVCache(Requests):
         scratch: reserve scratch blocks, into which action rows and the span of a denoise forward
             are written. Without them these rows are attended where the model left them.
         session_capacity: sessions that may be open at a time. Reserves no blocks.
+        memory_budget_bytes: a hard budget for blocks, scratch, cross-attention and what the model
+            owns: the pool gets the blocks of ``session_capacity`` sessions, each with a forward in
+            flight, in place of a share of ``available_bytes``. None is the share.
+        model_owned_bytes_per_session: state that the model keeps for a session, declared so that
+            the budget can count it.
         backend: ``"auto"``, ``"torch"``, ``"triton"``, ``"fa3"`` or ``"fa2"``, for the sessions.
         policy: what the branches see and keep, from `chunkattn.policy` or one's own. None is the
             config's sink and window. ``window_chunks`` bounds a span in either case.
@@ -87,6 +94,8 @@ class ARDiffusionKVCache(Requests):
         max_scratch_tokens_per_branch: int = 0,
         scratch: bool = True,
         session_capacity: int = 1,
+        memory_budget_bytes: int | None = None,
+        model_owned_bytes_per_session: int = 0,
         backend: str = "auto",
         policy: Policy | None = None,
         cross_attention: Mapping[str, CrossAttentionSpec] | None = None,
@@ -109,6 +118,7 @@ class ARDiffusionKVCache(Requests):
             ("cross_attn_img_length", cross_attn_img_length, 0),
             ("max_scratch_tokens_per_branch", max_scratch_tokens_per_branch, 0),
             ("session_capacity", session_capacity, 1),
+            ("model_owned_bytes_per_session", model_owned_bytes_per_session, 0),
         ):
             if number < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {number}")
@@ -157,15 +167,6 @@ class ARDiffusionKVCache(Requests):
 
         self._cross_specs = dict(cross_attention or {})
         self._has_tensors = device is not None
-        self.managed_num_blocks = self.num_blocks = managed_blocks(
-            available_bytes
-            - self._cross_attention.num_bytes
-            - session_capacity * self.new_cross_attention().num_bytes(local_branches),
-            config.gpu_memory_fraction,
-            page_size_bytes=int(spec.page_size_bytes) * num_layers,
-            local_branches=local_branches,
-            blocks_per_branch=branch_blocks(spec, policy, num_frame_per_block),
-        )
         self.scratch_blocks_per_branch = 0
         if scratch:
             self.scratch_blocks_per_branch = scratch_blocks(
@@ -173,6 +174,32 @@ class ARDiffusionKVCache(Requests):
                 + ceil_div(max_scratch_tokens_per_branch, block_size)
             )
         self.scratch_num_blocks = local_branches * self.scratch_blocks_per_branch
+        page_size_bytes = int(spec.page_size_bytes) * num_layers
+        num_branch_blocks = branch_blocks(spec, policy, num_frame_per_block)
+        session_bytes = self.new_cross_attention().num_bytes(local_branches)
+        if memory_budget_bytes is None:
+            self.num_blocks = managed_blocks(
+                available_bytes
+                - self._cross_attention.num_bytes
+                - session_capacity * (session_bytes + model_owned_bytes_per_session),
+                config.gpu_memory_fraction,
+                page_size_bytes=page_size_bytes,
+                local_branches=local_branches,
+                blocks_per_branch=num_branch_blocks,
+            )
+        else:
+            self.num_blocks = budgeted_blocks(
+                session_capacity,
+                memory_budget_bytes,
+                page_size_bytes=page_size_bytes,
+                local_branches=local_branches,
+                blocks_per_branch=num_branch_blocks,
+                scratch_blocks=self.scratch_num_blocks,
+                static_bytes=self._cross_attention.num_bytes,
+                cross_attention_bytes=session_bytes,
+                model_owned_bytes=model_owned_bytes_per_session,
+            )
+        self.managed_num_blocks = self.num_blocks
         self.num_blocks_total = self.managed_num_blocks + self.scratch_num_blocks
         if self.num_blocks_total * block_size > torch.iinfo(torch.int32).max:
             raise ValueError(
@@ -185,6 +212,7 @@ class ARDiffusionKVCache(Requests):
         shared = scratch and session_capacity > 1
         self.scratch_turns = [Turn() for _ in range(local_branches)] if shared else []
         self._sessions: dict[str, Session] = {}
+        self.uses = itertools.count()
 
         self._views: list[list[torch.Tensor]] = []
         self._flat_keys: list[torch.Tensor] = []
@@ -336,27 +364,39 @@ class ARDiffusionKVCache(Requests):
         return self._flat_values[layer_idx]
 
     # -- sessions ----------------------------------------------------------------------------------
-    def open_session(self, session_id: str) -> "Session":
+    def open_session(self, session_id: str, *, evict_idle: bool = False) -> "Session":
         """Open a rollout: one request a local branch.
+
+        Args:
+            session_id: the id of the new session.
+            evict_idle: where ``session_capacity`` sessions are open, close the one without an open
+                forward that was used least recently.
 
         Raises:
             LifecycleError: a session of that id is open.
-            PoolExhaustedError: ``session_capacity`` sessions are open.
+            PoolExhaustedError: ``session_capacity`` sessions are open, and none may be evicted.
         """
-        return self.admit_session(session_id)
+        return self.admit_session(session_id, evict_idle=evict_idle)
 
     @locked
-    def admit_session(self, session_id: str, source: "Session | None" = None) -> "Session":
+    def admit_session(
+        self, session_id: str, source: "Session | None" = None, evict_idle: bool = False
+    ) -> "Session":
         """`open_session`, or a fork of ``source``."""
         from chunkattn.session import Session
 
         if session_id in self._sessions:
             raise LifecycleError(f"`session_id` must be new, got {session_id!r}, which is open")
         if len(self._sessions) >= self.session_capacity:
-            raise PoolExhaustedError(
-                f"`session_capacity` is {self.session_capacity} and {sorted(self._sessions)} are "
-                f"open: close one before opening {session_id!r}"
-            )
+            idle = [session for session in self._sessions.values() if session.is_idle]
+            if not (evict_idle and idle):
+                raise PoolExhaustedError(
+                    f"`session_capacity` is {self.session_capacity} and {sorted(self._sessions)} "
+                    f"are open: close one before opening {session_id!r}"
+                )
+            evicted = min(idle, key=lambda session: session.last_used)
+            logger.info("session %r makes room for %r", evicted.session_id, session_id)
+            evicted.close()
         session = Session(self, session_id, source)
         self._sessions[session_id] = session
         return session

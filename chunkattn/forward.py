@@ -117,6 +117,7 @@ class ForwardContext:
         self._plans = self._plan()
         side.open_forward = self
         side.ran = True
+        session.last_used = next(session.cache.uses)
         return self
 
     def __exit__(

@@ -66,6 +66,7 @@ class Session:
         self.cache = cache
         self.session_id = session_id
         self._closed = False
+        self.last_used = next(cache.uses)
         self._swapped: list[HostCopy] | None = None
         self._branches: list[Branch] = []
         self._cross_attention = cache.new_cross_attention()
@@ -79,6 +80,11 @@ class Session:
             raise
         if source is not None:
             self._cross_attention.share(source._cross_attention)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no forward is open."""
+        return all(branch.open_forward is None for branch in self._branches)
 
     def adapter(self, branch: int = 0) -> "ARDiffusionRequestAdapter":
         """The request of a branch: its position and counters."""

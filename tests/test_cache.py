@@ -45,6 +45,8 @@ def test_constructor_arguments():
         "max_scratch_tokens_per_branch": 0,
         "scratch": True,
         "session_capacity": 1,
+        "memory_budget_bytes": None,
+        "model_owned_bytes_per_session": 0,
         "backend": "auto",
         "policy": None,
         "cross_attention": None,
@@ -73,7 +75,7 @@ def test_constructor_arguments():
         ("window_block_ids", ["adapter"]),
         ("commit_chunk", ["adapter"]),
         ("write_chunk_kv", ["layer_index", "new_k", "new_v", "adapter"]),
-        ("open_session", ["session_id"]),
+        ("open_session", ["session_id", "evict_idle=False"]),
         ("check_integrity", []),
     ],
 )
