@@ -45,7 +45,9 @@ class ARDiffusionKVCache(Requests):
         num_layers: attention layers; each has a K and a V pool.
         num_kv_heads: K/V heads on this rank.
         head_size: elements of a head.
-        dtype: of the pools.
+        dtype: of the pools. With ``torch.float8_e4m3fn`` each table entry and head has a scale,
+            written with its rows; queries stay in 16 or 32 bits, and cross-attention K/V are kept
+            in bfloat16.
         block_size: tokens of a block; any relation to ``chunk_size``.
         max_model_len: vLLM's limit for a request, raised when a rollout's storage needs more.
         available_bytes: free memory. The cross-attention pools are deducted, then
@@ -122,8 +124,14 @@ class ARDiffusionKVCache(Requests):
         ):
             if number < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {number}")
-        if dtype not in POOL_DTYPES:
-            raise NotImplementedError(f"`dtype` must be float32, float16 or bfloat16, got {dtype}")
+        is_fp8 = dtype == torch.float8_e4m3fn
+        if dtype not in POOL_DTYPES and not is_fp8:
+            raise NotImplementedError(
+                f"`dtype` must be float32, float16, bfloat16 or float8_e4m3fn, got {dtype}"
+            )
+        # Nothing scales cross-attention K/V.
+        self._cross_dtype = torch.bfloat16 if is_fp8 else dtype
+        self.query_dtypes = POOL_DTYPES if is_fp8 else (dtype,)
 
         self.config = config
         self.num_layers = num_layers
@@ -161,7 +169,7 @@ class ARDiffusionKVCache(Requests):
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            dtype=dtype,
+            dtype=self._cross_dtype,
             device=device,
         )
 
@@ -174,7 +182,9 @@ class ARDiffusionKVCache(Requests):
                 + ceil_div(max_scratch_tokens_per_branch, block_size)
             )
         self.scratch_num_blocks = local_branches * self.scratch_blocks_per_branch
-        page_size_bytes = int(spec.page_size_bytes) * num_layers
+        parts_per_block = block_size // part_of_blocks(block_size, config.chunk_size)
+        scale_bytes = 2 * 4 * num_kv_heads * parts_per_block if is_fp8 else 0
+        page_size_bytes = (int(spec.page_size_bytes) + scale_bytes) * num_layers
         num_branch_blocks = branch_blocks(spec, policy, num_frame_per_block)
         session_bytes = self.new_cross_attention().num_bytes(local_branches)
         if memory_budget_bytes is None:
@@ -227,7 +237,6 @@ class ARDiffusionKVCache(Requests):
                 dtype,
                 self.device,
             )
-        self.pools = [pool for pair in self._views for pool in pair]
         self.table_pools = [
             (
                 key.unflatten(0, (-1, self.table_block_size)),
@@ -235,7 +244,18 @@ class ARDiffusionKVCache(Requests):
             )
             for key, value in zip(self._flat_keys, self._flat_values, strict=True)
         ]
-        self.part_pools = [pool for pair in self.table_pools for pool in pair]
+        self.table_scales: list[tuple[torch.Tensor | None, torch.Tensor | None]]
+        self.table_scales = [(None, None)] * num_layers
+        # What is copied with a block, or with a part of one.
+        self.pools = [_bytes_of(pool) for pair in self._views for pool in pair]
+        self.part_pools = [_bytes_of(pool) for pair in self.table_pools for pool in pair]
+        if is_fp8 and device is not None:
+            shape = (self.num_blocks_total, parts_per_block, num_kv_heads)
+            scales = [torch.ones(shape, device=self.device) for _ in range(2 * num_layers)]
+            parts = [scale.flatten(0, 1) for scale in scales]
+            self.table_scales = list(zip(parts[::2], parts[1::2], strict=True))
+            self.pools += scales
+            self.part_pools += parts
         logger.info(
             "K/V window in force: chunk %d tokens, window %d chunks, sink %d, span %d, "
             "reset_at_boundary %s; block %d tokens, %d managed blocks + %d scratch, "
@@ -299,8 +319,15 @@ class ARDiffusionKVCache(Requests):
     ) -> None:
         """Write one layer's K/V of the chunk in flight, ``(batch, chunk_size, num_kv_heads,
         head_size)``.
+
+        Raises:
+            NotImplementedError: the pools are fp8, which sessions write.
         """
         self._check_layer(layer_index)
+        if self.table_scales[layer_index][0] is not None:
+            raise NotImplementedError(
+                f"`dtype` must be float32, float16 or bfloat16 for write_chunk_kv, got {self.dtype}"
+            )
         slots = self.chunk_write_slots(adapter)
         pool_write_chunk(
             self.flat_key_pool(layer_index), self.flat_value_pool(layer_index), new_k, new_v, slots
@@ -318,7 +345,7 @@ class ARDiffusionKVCache(Requests):
             self._cross_specs,
             num_layers=self.num_layers,
             head_size=self.head_size,
-            dtype=self.dtype,
+            dtype=self._cross_dtype,
             device=self.device if self._has_tensors else None,
         )
 
@@ -415,3 +442,8 @@ class ARDiffusionKVCache(Requests):
     def _check_layer(self, layer_idx: int) -> None:
         if not 0 <= layer_idx < self.num_layers:
             raise ValueError(f"`layer` must be from 0 to {self.num_layers - 1}, got {layer_idx}")
+
+
+def _bytes_of(pool: torch.Tensor) -> torch.Tensor:
+    """A pool that can be copied by index: torch cannot index 8-bit floats everywhere."""
+    return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool

@@ -300,8 +300,7 @@ class ForwardContext:
             out,
             cache.head_size**-0.5 if softmax_scale is None else softmax_scale,
             cache.backend,
-            None,
-            None,
+            *cache.table_scales[layer],
             plan.current_start_loc,
         )
         if cache.scratch_turns:
@@ -366,9 +365,9 @@ class ForwardContext:
         if num_heads == 0 or num_heads % heads:
             raise ValueError(f"`query` must have a multiple of {heads} heads, got {num_heads}")
         shape = (self.seq_len + self.action_len, num_heads, size)
-        _check_fit("query", query, shape, (cache.dtype,), device)
+        _check_fit("query", query, shape, cache.query_dtypes, device)
         if out is not None:
-            _check_fit("out", out, shape, (cache.dtype,), device)
+            _check_fit("out", out, shape, (query.dtype,), device)
         if softmax_scale is not None:
             check_softmax_scale(softmax_scale)
 
