@@ -33,6 +33,8 @@ class Shape:
     """Pools of e4m3 with a scale for each block and head."""
     num_segments: int = 1
     biased: bool = False
+    extra: bool = False
+    """Extra rows behind the current ones."""
 
 
 class Launch(NamedTuple):
@@ -131,6 +133,8 @@ def _attention(shape: Shape, wide: bool, kinds: Any) -> tuple[Any, ...]:
         out=out,
         lse=lse if shape.every_path else None,
         softmax_scale=shape.head_size**-0.5,
+        key_extra=key_current if shape.extra else None,
+        value_extra=key_current if shape.extra else None,
     )
     return (inputs,)
 

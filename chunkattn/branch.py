@@ -2,10 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from chunkattn.plan import Plan, PlanBuffers
-from chunkattn.window import ceil_div
+from chunkattn.plan import Extent, Plan, PlanBuffers
+from chunkattn.window import Runs, ceil_div
 
 if TYPE_CHECKING:
     from chunkattn.cache import ARDiffusionKVCache
@@ -45,10 +43,13 @@ class Branch:
             for chunk, fetched in source.fetched.items():
                 self.fetched[chunk] = cache.fork_request(fetched, self.chunk_id(chunk))
         self.plans: tuple[Plan, ...] = ()
+        self.plan_of_layer: list[Plan] = []
         self.plan_key: tuple[object, ...] = ()
-        self.scratch = np.asarray(
-            cache.scratch_block_ids(bool(index), 0, cache.scratch_blocks_per_branch)
-        )
+        # Of the span planned last: what it sees, as chunks and as storage.
+        self.seen: list[Runs] = []
+        self.past: list[list[Extent]] = []
+        self.past_key: tuple[object, ...] = ()
+        self.scratch = cache.scratch_block_ids(bool(index), 0, cache.scratch_blocks_per_branch)
         scratch_tokens = cache.scratch_blocks_per_branch * cache.block_size
         chunk_size, part = cache.spec.chunk_size, cache.table_block_size
         self.buffers = [
@@ -57,9 +58,10 @@ class Branch:
                 + cache.policy.retrieved_chunks * chunk_size // part
                 + ceil_div(scratch_tokens, part),
                 max_rows=cache.window_chunks * chunk_size + scratch_tokens,
+                part=part,
                 device=cache.device,
             )
-            for view in cache.policy.views()
+            for view in cache.views
         ]
 
     @property

@@ -1,5 +1,6 @@
 """The paged K/V cache of one model: vLLM's manager, pools, scratch and cross-attention."""
 
+import itertools
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from chunkattn.requests import Requests, locked
 from chunkattn.sizing import (
     SCRATCH_ENV,
     branch_blocks,
+    budgeted_blocks,
     check_policy,
     checked_window,
     managed_blocks,
@@ -43,7 +45,9 @@ class ARDiffusionKVCache(Requests):
         num_layers: attention layers; each has a K and a V pool.
         num_kv_heads: K/V heads on this rank.
         head_size: elements of a head.
-        dtype: of the pools.
+        dtype: of the pools. With ``torch.float8_e4m3fn`` each table entry and head has a scale,
+            written with its rows; queries stay in 16 or 32 bits, and cross-attention K/V are kept
+            in bfloat16.
         block_size: tokens of a block; any relation to ``chunk_size``.
         max_model_len: vLLM's limit for a request, raised when a rollout's storage needs more.
         available_bytes: free memory. The cross-attention pools are deducted, then
@@ -54,7 +58,14 @@ class ARDiffusionKVCache(Requests):
         local_branches: guidance branches that run on this rank, 1 or 2.
         num_frame_per_block: chunks of a span.
         max_scratch_tokens_per_branch: action and state tokens of a forward.
+        scratch: reserve scratch blocks, into which action rows and the span of a denoise forward
+            are written. Without them these rows are attended where the model left them.
         session_capacity: sessions that may be open at a time. Reserves no blocks.
+        memory_budget_bytes: a hard budget for blocks, scratch, cross-attention and what the model
+            owns: the pool gets the blocks of ``session_capacity`` sessions, each with a forward in
+            flight, in place of a share of ``available_bytes``. None is the share.
+        model_owned_bytes_per_session: state that the model keeps for a session, declared so that
+            the budget can count it.
         backend: ``"auto"``, ``"torch"``, ``"triton"``, ``"fa3"`` or ``"fa2"``, for the sessions.
         policy: what the branches see and keep, from `chunkattn.policy` or one's own. None is the
             config's sink and window. ``window_chunks`` bounds a span in either case.
@@ -83,7 +94,10 @@ class ARDiffusionKVCache(Requests):
         local_branches: int = 2,
         num_frame_per_block: int = 1,
         max_scratch_tokens_per_branch: int = 0,
+        scratch: bool = True,
         session_capacity: int = 1,
+        memory_budget_bytes: int | None = None,
+        model_owned_bytes_per_session: int = 0,
         backend: str = "auto",
         policy: Policy | None = None,
         cross_attention: Mapping[str, CrossAttentionSpec] | None = None,
@@ -106,11 +120,18 @@ class ARDiffusionKVCache(Requests):
             ("cross_attn_img_length", cross_attn_img_length, 0),
             ("max_scratch_tokens_per_branch", max_scratch_tokens_per_branch, 0),
             ("session_capacity", session_capacity, 1),
+            ("model_owned_bytes_per_session", model_owned_bytes_per_session, 0),
         ):
             if number < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {number}")
-        if dtype not in POOL_DTYPES:
-            raise NotImplementedError(f"`dtype` must be float32, float16 or bfloat16, got {dtype}")
+        is_fp8 = dtype == torch.float8_e4m3fn
+        if dtype not in POOL_DTYPES and not is_fp8:
+            raise NotImplementedError(
+                f"`dtype` must be float32, float16, bfloat16 or float8_e4m3fn, got {dtype}"
+            )
+        # Nothing scales cross-attention K/V.
+        self._cross_dtype = torch.bfloat16 if is_fp8 else dtype
+        self.query_dtypes = POOL_DTYPES if is_fp8 else (dtype,)
 
         self.config = config
         self.num_layers = num_layers
@@ -148,26 +169,47 @@ class ARDiffusionKVCache(Requests):
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            dtype=dtype,
+            dtype=self._cross_dtype,
             device=device,
         )
 
         self._cross_specs = dict(cross_attention or {})
         self._has_tensors = device is not None
-        self.managed_num_blocks = self.num_blocks = managed_blocks(
-            available_bytes
-            - self._cross_attention.num_bytes
-            - session_capacity * self.new_cross_attention().num_bytes(local_branches),
-            config.gpu_memory_fraction,
-            page_size_bytes=int(spec.page_size_bytes) * num_layers,
-            local_branches=local_branches,
-            blocks_per_branch=branch_blocks(spec, policy, num_frame_per_block),
-        )
-        self.scratch_blocks_per_branch = scratch_blocks(
-            ceil_div(num_frame_per_block * config.chunk_size, block_size)
-            + ceil_div(max_scratch_tokens_per_branch, block_size)
-        )
+        self.scratch_blocks_per_branch = 0
+        if scratch:
+            self.scratch_blocks_per_branch = scratch_blocks(
+                ceil_div(num_frame_per_block * config.chunk_size, block_size)
+                + ceil_div(max_scratch_tokens_per_branch, block_size)
+            )
         self.scratch_num_blocks = local_branches * self.scratch_blocks_per_branch
+        parts_per_block = block_size // part_of_blocks(block_size, config.chunk_size)
+        scale_bytes = 2 * 4 * num_kv_heads * parts_per_block if is_fp8 else 0
+        page_size_bytes = (int(spec.page_size_bytes) + scale_bytes) * num_layers
+        num_branch_blocks = branch_blocks(spec, policy, num_frame_per_block)
+        session_bytes = self.new_cross_attention().num_bytes(local_branches)
+        if memory_budget_bytes is None:
+            self.num_blocks = managed_blocks(
+                available_bytes
+                - self._cross_attention.num_bytes
+                - session_capacity * (session_bytes + model_owned_bytes_per_session),
+                config.gpu_memory_fraction,
+                page_size_bytes=page_size_bytes,
+                local_branches=local_branches,
+                blocks_per_branch=num_branch_blocks,
+            )
+        else:
+            self.num_blocks = budgeted_blocks(
+                session_capacity,
+                memory_budget_bytes,
+                page_size_bytes=page_size_bytes,
+                local_branches=local_branches,
+                blocks_per_branch=num_branch_blocks,
+                scratch_blocks=self.scratch_num_blocks,
+                static_bytes=self._cross_attention.num_bytes,
+                cross_attention_bytes=session_bytes,
+                model_owned_bytes=model_owned_bytes_per_session,
+            )
+        self.managed_num_blocks = self.num_blocks
         self.num_blocks_total = self.managed_num_blocks + self.scratch_num_blocks
         if self.num_blocks_total * block_size > torch.iinfo(torch.int32).max:
             raise ValueError(
@@ -177,8 +219,10 @@ class ARDiffusionKVCache(Requests):
         super().__init__(spec, policy, num_layers, self.num_blocks, max_model_len, self.device)
         self.view_of_layer = [self.policy.view_of(layer) for layer in range(num_layers)]
         # A single session waits for nobody.
-        self.scratch_turns = [Turn() for _ in range(local_branches)] if session_capacity > 1 else []
+        shared = scratch and session_capacity > 1
+        self.scratch_turns = [Turn() for _ in range(local_branches)] if shared else []
         self._sessions: dict[str, Session] = {}
+        self.uses = itertools.count()
 
         self._views: list[list[torch.Tensor]] = []
         self._flat_keys: list[torch.Tensor] = []
@@ -193,7 +237,6 @@ class ARDiffusionKVCache(Requests):
                 dtype,
                 self.device,
             )
-        self.pools = [pool for pair in self._views for pool in pair]
         self.table_pools = [
             (
                 key.unflatten(0, (-1, self.table_block_size)),
@@ -201,7 +244,18 @@ class ARDiffusionKVCache(Requests):
             )
             for key, value in zip(self._flat_keys, self._flat_values, strict=True)
         ]
-        self.part_pools = [pool for pair in self.table_pools for pool in pair]
+        self.table_scales: list[tuple[torch.Tensor | None, torch.Tensor | None]]
+        self.table_scales = [(None, None)] * num_layers
+        # What is copied with a block, or with a part of one.
+        self.pools = [_bytes_of(pool) for pair in self._views for pool in pair]
+        self.part_pools = [_bytes_of(pool) for pair in self.table_pools for pool in pair]
+        if is_fp8 and device is not None:
+            shape = (self.num_blocks_total, parts_per_block, num_kv_heads)
+            scales = [torch.ones(shape, device=self.device) for _ in range(2 * num_layers)]
+            parts = [scale.flatten(0, 1) for scale in scales]
+            self.table_scales = list(zip(parts[::2], parts[1::2], strict=True))
+            self.pools += scales
+            self.part_pools += parts
         logger.info(
             "K/V window in force: chunk %d tokens, window %d chunks, sink %d, span %d, "
             "reset_at_boundary %s; block %d tokens, %d managed blocks + %d scratch, "
@@ -265,8 +319,15 @@ class ARDiffusionKVCache(Requests):
     ) -> None:
         """Write one layer's K/V of the chunk in flight, ``(batch, chunk_size, num_kv_heads,
         head_size)``.
+
+        Raises:
+            NotImplementedError: the pools are fp8, which sessions write.
         """
         self._check_layer(layer_index)
+        if self.table_scales[layer_index][0] is not None:
+            raise NotImplementedError(
+                f"`dtype` must be float32, float16 or bfloat16 for write_chunk_kv, got {self.dtype}"
+            )
         slots = self.chunk_write_slots(adapter)
         pool_write_chunk(
             self.flat_key_pool(layer_index), self.flat_value_pool(layer_index), new_k, new_v, slots
@@ -284,7 +345,7 @@ class ARDiffusionKVCache(Requests):
             self._cross_specs,
             num_layers=self.num_layers,
             head_size=self.head_size,
-            dtype=self.dtype,
+            dtype=self._cross_dtype,
             device=self.device if self._has_tensors else None,
         )
 
@@ -330,27 +391,39 @@ class ARDiffusionKVCache(Requests):
         return self._flat_values[layer_idx]
 
     # -- sessions ----------------------------------------------------------------------------------
-    def open_session(self, session_id: str) -> "Session":
+    def open_session(self, session_id: str, *, evict_idle: bool = False) -> "Session":
         """Open a rollout: one request a local branch.
+
+        Args:
+            session_id: the id of the new session.
+            evict_idle: where ``session_capacity`` sessions are open, close the one without an open
+                forward that was used least recently.
 
         Raises:
             LifecycleError: a session of that id is open.
-            PoolExhaustedError: ``session_capacity`` sessions are open.
+            PoolExhaustedError: ``session_capacity`` sessions are open, and none may be evicted.
         """
-        return self.admit_session(session_id)
+        return self.admit_session(session_id, evict_idle=evict_idle)
 
     @locked
-    def admit_session(self, session_id: str, source: "Session | None" = None) -> "Session":
+    def admit_session(
+        self, session_id: str, source: "Session | None" = None, evict_idle: bool = False
+    ) -> "Session":
         """`open_session`, or a fork of ``source``."""
         from chunkattn.session import Session
 
         if session_id in self._sessions:
             raise LifecycleError(f"`session_id` must be new, got {session_id!r}, which is open")
         if len(self._sessions) >= self.session_capacity:
-            raise PoolExhaustedError(
-                f"`session_capacity` is {self.session_capacity} and {sorted(self._sessions)} are "
-                f"open: close one before opening {session_id!r}"
-            )
+            idle = [session for session in self._sessions.values() if session.is_idle]
+            if not (evict_idle and idle):
+                raise PoolExhaustedError(
+                    f"`session_capacity` is {self.session_capacity} and {sorted(self._sessions)} "
+                    f"are open: close one before opening {session_id!r}"
+                )
+            evicted = min(idle, key=lambda session: session.last_used)
+            logger.info("session %r makes room for %r", evicted.session_id, session_id)
+            evicted.close()
         session = Session(self, session_id, source)
         self._sessions[session_id] = session
         return session
@@ -369,3 +442,8 @@ class ARDiffusionKVCache(Requests):
     def _check_layer(self, layer_idx: int) -> None:
         if not 0 <= layer_idx < self.num_layers:
             raise ValueError(f"`layer` must be from 0 to {self.num_layers - 1}, got {layer_idx}")
+
+
+def _bytes_of(pool: torch.Tensor) -> torch.Tensor:
+    """A pool that can be copied by index: torch cannot index 8-bit floats everywhere."""
+    return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool

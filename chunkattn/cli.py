@@ -1,4 +1,4 @@
-"""The command line: ``chunkattn demo``, ``aot`` and ``doctor``."""
+"""The command line: ``chunkattn demo``, ``aot``, ``capacity`` and ``doctor``."""
 
 import argparse
 import importlib.util
@@ -11,10 +11,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from chunkattn.presets import PRESETS
+from chunkattn.capacity import ITEMSIZE, preset_capacity
+from chunkattn.presets import PRESETS, get_preset
 
 AOT_ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 DEMO_PACKAGES = ("vllm", "vllm_omni", "matplotlib", "rich")
+_COUNTS = ("sessions", "blocks_per_session", "num_blocks", "block_size", "blocks_per_chunk")
 DEMO_SIZE: dict[str, Any] = {"layers": 2, "grid": (22, 40)}
 DEMO_SIZE_INTERPRETED: dict[str, Any] = {"layers": 1, "grid": (4, 6)}
 
@@ -33,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_aot(commands)
+    _add_capacity(commands)
     _add_doctor(commands)
     args = parser.parse_args(argv)
     status: int = args.run(args)
@@ -138,6 +141,62 @@ def _doctor(args: argparse.Namespace) -> int:
         for what, value, problem in found:
             print(f"{what:20} {value}{f'  <- {problem}' if problem else ''}")
     return int(any(finding.problem for finding in found))
+
+
+def _add_capacity(commands: Any) -> None:
+    parser = commands.add_parser(
+        "capacity",
+        help="how many sessions of a model one GPU holds, and what takes the memory",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--preset", choices=sorted(PRESETS), required=True, help="the model")
+    parser.add_argument(
+        "--memory-gib", type=float, required=True, help="of one GPU, for K/V and sessions' state"
+    )
+    parser.add_argument("--tp", type=_positive, default=1, help="ranks that share the K/V heads")
+    parser.add_argument("--cfg", type=_positive, default=1, help="ranks that share the branches")
+    parser.add_argument("--kv-dtype", choices=sorted(ITEMSIZE), help="default: the preset's")
+    parser.add_argument("--block-size", type=_positive, help="default: null block at most 2 %%")
+    parser.add_argument(
+        "--cross-attention-mib", type=float, default=0, help="of one session, on one GPU"
+    )
+    parser.add_argument("--model-owned-mib", type=float, default=0, help="as the last")
+    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
+    parser.set_defaults(run=_capacity)
+
+
+def _capacity(args: argparse.Namespace) -> int:
+    try:
+        report = preset_capacity(
+            get_preset(args.preset),
+            int(args.memory_gib * 2**30),
+            tp=args.tp,
+            cfg=args.cfg,
+            kv_dtype=args.kv_dtype,
+            block_size=args.block_size,
+            cross_attention_bytes=int(args.cross_attention_mib * 2**20),
+            model_owned_bytes=int(args.model_owned_mib * 2**20),
+        )
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(report))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"{args.preset}: {report['sessions']} session(s) in {args.memory_gib:g} GiB"
+    )
+    table.add_column("part")
+    table.add_column("", justify="right")
+    for name, value in report.items():
+        in_bytes = isinstance(value, int) and name not in _COUNTS
+        shown = f"{value / 2**30:,.3f} GiB" if in_bytes else str(value)
+        table.add_row(name.replace("_", " "), shown)
+    Console().print(table)
+    return 0
 
 
 def _aot(args: argparse.Namespace) -> int:

@@ -325,6 +325,8 @@ def attend(name: str, inputs: AttentionArguments) -> None:
         value_pool=value_pool,
         key_current=key_current,
         value_current=value_current,
+        key_extra=inputs.key_extra,
+        value_extra=inputs.value_extra,
     )
     library, module = load(name)
     # Lengths lie on the device, so the longest is only bounded. With 1, FlashAttention-2 expects as
@@ -348,6 +350,11 @@ def attend(name: str, inputs: AttentionArguments) -> None:
                     module, query, key_current, value_current, *queries, *keys, None, scale
                 )
             )
+        if inputs.key_extra is not None and inputs.key_extra.shape[0]:
+            rows, num_extra = (inputs.key_extra, inputs.value_extra), inputs.key_extra.shape[0]
+            ends = torch.arange(0, 2 * num_extra, num_extra, dtype=torch.int32, device=query.device)
+            keys = (ends, num_extra)
+            results.append(library.attend(module, query, *rows, *queries, *keys, None, scale))
     except RuntimeError as error:  # raised by the build's own checks, before it launches anything
         if "does not support" not in str(error):
             raise
@@ -374,12 +381,15 @@ def _with_rows_first(lse: torch.Tensor) -> torch.Tensor:
 
 
 def _merge(results: list[Result], out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Two results over different keys of the same rows, in float32."""
-    (first, first_lse), (second, second_lse) = results
-    first_lse, second_lse = _with_rows_first(first_lse), _with_rows_first(second_lse)
-    weight = torch.sigmoid(second_lse - first_lse)
-    # -inf - -inf is NaN where neither has a key.
-    weight = weight.masked_fill(second_lse == -math.inf, 0.0)
-    out.copy_(torch.lerp(first.float(), second.float(), weight.unsqueeze(-1)))
+    """Results over different keys of the same rows, in float32."""
+    merged, merged_lse = results[0][0].float(), _with_rows_first(results[0][1])
+    for part, part_lse in results[1:]:
+        part_lse = _with_rows_first(part_lse)
+        weight = torch.sigmoid(part_lse - merged_lse)
+        # -inf - -inf is NaN where neither has a key.
+        weight = weight.masked_fill(part_lse == -math.inf, 0.0)
+        merged = torch.lerp(merged, part.float(), weight.unsqueeze(-1))
+        merged_lse = torch.logaddexp(merged_lse, part_lse)
+    out.copy_(merged)
     if lse is not None:
-        torch.logaddexp(first_lse, second_lse, out=lse)
+        lse.copy_(merged_lse)

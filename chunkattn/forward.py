@@ -3,7 +3,6 @@
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from chunkattn.branch import Branch
@@ -30,9 +29,12 @@ class ForwardContext:
     Attributes (valid inside the block; the tensors are reused by the branch's next forward):
         block_table: ``(1, max_blocks)`` int32, blocks of ``table_block_size`` tokens, padded with
             0.
-        seq_lens: ``(1,)`` int32, equal to ``kv_len``.
+        seq_lens: ``(1,)`` int32: the keys that lie in blocks. Equal to ``kv_len`` where the cache
+            has scratch; without, the action rows and a denoise span are attended where they lie.
         query_start_loc: ``(2,)`` int32.
-        slot_mapping: ``(seq_len + action_len,)`` int32: the span's slots, then the action rows'.
+        slot_mapping: int32, one for each row that is written: the span's slots, then the action
+            rows'. ``(seq_len + action_len,)`` with scratch; without, ``(seq_len,)`` in a commit
+            forward and ``(0,)`` in a denoise forward.
         kv_len: keys that every query row sees: history, span and action rows.
         history_block_ids: the cache's blocks that hold visible history, in order.
         span_block_ids, action_block_ids: blocks that hold the span, and the action rows.
@@ -40,16 +42,6 @@ class ForwardContext:
             chunks are whole blocks, else the largest part of a block that no edge cuts.
         first_chunk, num_chunks: the span on the model's time line.
     """
-
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-    slot_mapping: torch.Tensor
-    kv_len: int
-    history_block_ids: list[int]
-    span_block_ids: list[int]
-    action_block_ids: list[int]
-    first_chunk: int
 
     def __init__(
         self, session: "Session", branch: Branch, seq_len: int, commit: bool, action_len: int
@@ -60,10 +52,47 @@ class ForwardContext:
         self.action_len = action_len
         self.commit = commit
         self.num_chunks = seq_len // session.cache.spec.chunk_size
-        self.table_block_size = session.cache.table_block_size
         self._side = branch
+        self._num_layers = session.cache.num_layers
         self._written: set[int] = set()
         self._borrows = False
+
+    # -- what was planned ------------------------------------------------------------------------
+    @property
+    def block_table(self) -> torch.Tensor:
+        return self._plans[0].block_table
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        return self._plans[0].seq_lens
+
+    @property
+    def query_start_loc(self) -> torch.Tensor:
+        return self._plans[0].query_start_loc
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        return self._plans[0].slot_mapping
+
+    @property
+    def kv_len(self) -> int:
+        return self._plans[0].kv_len
+
+    @property
+    def history_block_ids(self) -> list[int]:
+        return self._plans[0].history_block_ids
+
+    @property
+    def span_block_ids(self) -> list[int]:
+        return self._plans[0].span_block_ids
+
+    @property
+    def action_block_ids(self) -> list[int]:
+        return self._plans[0].action_block_ids
+
+    @property
+    def table_block_size(self) -> int:
+        return self.session.cache.table_block_size
 
     # -- life ----------------------------------------------------------------------------------
     def __enter__(self) -> "ForwardContext":
@@ -84,21 +113,11 @@ class ForwardContext:
         self.first_chunk = first = side.next_chunk
         if len(session._branches) > 1:
             session._check_agreement(side, range(first, first + self.num_chunks))
-        self._written.clear()
         side.adapter.stream = session.cache.settling.stream()
         self._plans = self._plan()
-        (
-            self.block_table,
-            self.seq_lens,
-            self.query_start_loc,
-            self.slot_mapping,
-            self.kv_len,
-            self.history_block_ids,
-            self.span_block_ids,
-            self.action_block_ids,
-        ) = self._plans[0]
         side.open_forward = self
         side.ran = True
+        session.last_used = next(session.cache.uses)
         return self
 
     def __exit__(
@@ -111,8 +130,7 @@ class ForwardContext:
             return  # reset or close has taken the branch back
         self._side.open_forward = None
         cache, adapter = self.session.cache, self._side.adapter
-        missing = sorted(set(range(cache.num_layers)) - self._written)
-        if self.commit and kind is None and not missing:
+        if self.commit and kind is None and len(self._written) == self._num_layers:
             if self._side.replaying is None:
                 committed = cache.policy.committed(self.num_chunks)
                 cache.commit_chunks(adapter, committed)
@@ -124,6 +142,7 @@ class ForwardContext:
         if self._borrows:
             cache.release_uncommitted(adapter)
         if self.commit and kind is None:
+            missing = sorted(set(range(self._num_layers)) - self._written)
             raise LifecycleError(f"a commit must write every layer, got none for layers {missing}")
 
     def _check_usable(self) -> None:
@@ -139,60 +158,77 @@ class ForwardContext:
         The denoise forwards of a span differ in nothing, so they share one plan.
         """
         cache, side, adapter = self.session.cache, self._side, self._side.adapter
-        block_size = cache.block_size
-        # A denoise span lies in scratch. One longer than the declared span borrows managed blocks.
+        # A denoise span lies in scratch, where there is one. One longer than the declared span
+        # borrows managed blocks.
+        has_scratch, block_size = cache.scratch_blocks_per_branch > 0, cache.block_size
         scratch_tokens = cache.scratch_blocks_per_branch * block_size
-        self._borrows = self.commit or self.seq_len + self.action_len > scratch_tokens
-        key = (
-            self._borrows,
+        self._borrows = self.commit or (
+            has_scratch and self.seq_len + self.action_len > scratch_tokens
+        )
+        past_key = (
             adapter,
             adapter.table_epoch,
+            adapter.completed_chunks,
             self.first_chunk,
             self.seq_len,
-            self.action_len,
         )
+        key = (past_key, self.action_len)
         if not self._borrows and side.plan_key == key:
             return side.plans
         span_chunks = range(self.first_chunk, self.first_chunk + self.num_chunks)
-        resident = adapter.resident
-        if side.replaying is not None:
-            self._check_replay(span_chunks)
-            resident = common(resident, (range(self.first_chunk),))
-        seen = [view.visible(resident, span_chunks) for view in cache.policy.views()]
-        if side.replaying is not None:
-            seen = [common(visible, resident) for visible in seen]
-        elif adapter.retrieved:
-            seen = [
-                common(runs([*(c for run in v for c in run), *adapter.retrieved]), resident)
-                for v in seen
-            ]
-        for visible in seen:
-            cache.check_resident(adapter, visible)
+        if side.past_key != past_key:
+            side.seen = self._seen(span_chunks)
         if self._borrows and side.replaying is None:
             block_ids = cache.allocate_token_slots(adapter, self.seq_len)
         else:
             block_ids = cache.block_table(adapter)
-        table = np.asarray(block_ids, dtype=np.int64)
 
         def extents(chunks: Runs) -> list[Extent]:
             where = cache.storage(adapter, chunks)
-            return [Extent(table, w.start, w.stop, block_size) for w in where]
+            return [Extent(block_ids, w.start, w.stop, block_size) for w in where]
 
+        # Allocating may have copied a shared block that is partly filled.
+        if side.past_key != past_key or adapter.table_epoch != past_key[1]:
+            fetched = [
+                Extent(cache.block_table(request), 0, cache.spec.chunk_size, block_size)
+                for _, request in sorted(side.fetched.items())
+            ]
+            side.past = [[*extents(visible), *fetched] for visible in side.seen]
+            side.past_key = (adapter, adapter.table_epoch, *past_key[2:])
+        span = action = None
         if self._borrows:
-            (span,), action_start = extents((span_chunks,)), 0
-        else:
-            span, action_start = Extent(side.scratch, 0, self.seq_len, block_size), self.seq_len
-        action = Extent(side.scratch, action_start, action_start + self.action_len, block_size)
-        fetched = [
-            Extent(np.asarray(cache.block_table(request)), 0, cache.spec.chunk_size, block_size)
-            for _, request in sorted(side.fetched.items())
-        ]
+            (span,) = extents((span_chunks,))
+        elif has_scratch:
+            span = Extent(side.scratch, 0, self.seq_len, block_size)
+        if has_scratch:
+            start = 0 if self._borrows else self.seq_len
+            action = Extent(side.scratch, start, start + self.action_len, block_size)
         side.plans = tuple(
-            buffers.write([*extents(visible), *fetched], span, action, cache.table_block_size)
-            for visible, buffers in zip(seen, side.buffers, strict=True)
+            [
+                buffers.write(past, span, action, span_len=self.seq_len, action_len=self.action_len)
+                for past, buffers in zip(side.past, side.buffers, strict=True)
+            ]
         )
-        side.plan_key = key
+        side.plan_of_layer = [side.plans[view] for view in cache.view_of_layer]
+        side.plan_key = () if self._borrows else key
         return side.plans
+
+    def _seen(self, span: range) -> list[Runs]:
+        """History that the span sees, for each view of the policy."""
+        cache, side, adapter = self.session.cache, self._side, self._side.adapter
+        resident = adapter.resident
+        if side.replaying is not None:
+            self._check_replay(span)
+            resident = common(resident, (range(self.first_chunk),))
+        seen = [view.visible(resident, span) for view in cache.views]
+        if side.replaying is not None:
+            seen = [common(visible, resident) for visible in seen]
+        elif adapter.retrieved:
+            shown = adapter.retrieved
+            seen = [common(runs([*(c for run in v for c in run), *shown]), resident) for v in seen]
+        for visible in seen:
+            cache.check_resident(adapter, visible)
+        return seen
 
     def _check_replay(self, span: range) -> None:
         if not self.commit:
@@ -221,8 +257,9 @@ class ForwardContext:
         softmax_scale: float | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write one layer's K/V of the span and the action rows into the pool, then attend over all
-        visible keys.
+        """Write one layer's K/V of the rows that have a slot, then attend over all visible keys.
+
+        Without scratch a denoise forward writes nothing, and a commit forward the span.
 
         Args:
             layer: the layer, from 0.
@@ -247,7 +284,7 @@ class ForwardContext:
         if out is None:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
         key_pool, value_pool = cache.table_pools[layer]
-        plan = self._plans[cache.view_of_layer[layer]]
+        plan = self._side.plan_of_layer[layer]
         arguments = (
             query,
             key,
@@ -263,6 +300,8 @@ class ForwardContext:
             out,
             cache.head_size**-0.5 if softmax_scale is None else softmax_scale,
             cache.backend,
+            *cache.table_scales[layer],
+            plan.current_start_loc,
         )
         if cache.scratch_turns:
             turn = cache.scratch_turns[self.branch]
@@ -278,15 +317,19 @@ class ForwardContext:
         """The plan of a layer: the forward's own attributes are those of the first view's layers,
         and a policy with per-layer windows has others.
         """
-        self._check_usable()
-        self.session.cache._check_layer(layer)
-        return self._plans[self.session.cache.view_of_layer[layer]]
+        if self._side.open_forward is not self or not 0 <= layer < self._num_layers:
+            self._refuse(layer)
+        return self._side.plan_of_layer[layer]
 
     def mark_layer_written(self, layer: int) -> None:
         """Say that another op than ours wrote a layer's K and V to ``slot_mapping``."""
+        if self._side.open_forward is not self or not 0 <= layer < self._num_layers:
+            self._refuse(layer)
+        self._written.add(layer)
+
+    def _refuse(self, layer: int) -> None:
         self._check_usable()
         self.session.cache._check_layer(layer)
-        self._written.add(layer)
 
     def _check_rows(
         self,
@@ -322,9 +365,9 @@ class ForwardContext:
         if num_heads == 0 or num_heads % heads:
             raise ValueError(f"`query` must have a multiple of {heads} heads, got {num_heads}")
         shape = (self.seq_len + self.action_len, num_heads, size)
-        _check_fit("query", query, shape, (cache.dtype,), device)
+        _check_fit("query", query, shape, cache.query_dtypes, device)
         if out is not None:
-            _check_fit("out", out, shape, (cache.dtype,), device)
+            _check_fit("out", out, shape, (query.dtype,), device)
         if softmax_scale is not None:
             check_softmax_scale(softmax_scale)
 

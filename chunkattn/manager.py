@@ -95,9 +95,9 @@ class ARDiffusionRequestAdapter:
         """Tokens of the prefill prefix."""
         return self._prefill_prefix_tokens
 
-    def on_chunk_committed(self) -> None:
-        """Advance by one chunk: once a chunk, not once a denoise forward."""
-        self._completed_chunks += 1
+    def on_chunk_committed(self, num_chunks: int = 1) -> None:
+        """Advance by as many chunks: once a chunk, not once a denoise forward."""
+        self._completed_chunks += num_chunks
 
     def on_fork(self, source: "ARDiffusionRequestAdapter") -> None:
         """Take over the position of another request."""
@@ -129,6 +129,8 @@ class ChunkWindowManager(SlidingWindowManager):
         super().__init__(kv_cache_spec, *args, **kwargs)
         # What compaction has taken out: whole blocks, as ranges of positions on the time line.
         self._gaps: dict[str, list[range]] = {}
+        self._sink = self.kv_cache_spec.sink_chunks * self.kv_cache_spec.chunk_size
+        self._sink_blocks = ceil_div(self._sink, self.block_size)
         self.evicts = True
         """Evict by the spec's window; else `drop` is told what leaves."""
 
@@ -155,6 +157,8 @@ class ChunkWindowManager(SlidingWindowManager):
         """
         blocks = self.req_to_blocks.get(request_id, [])
         gap = self.gap(request_id, total_computed_tokens)
+        if gap.start == gap.stop:
+            return
         freed = [block for block in blocks[gap] if block is not self._null_block]
         if freed:
             blocks[gap] = [self._null_block] * len(blocks[gap])
@@ -169,17 +173,15 @@ class ChunkWindowManager(SlidingWindowManager):
         """
         compacted = self.compacted_tokens(request_id)
         skipped = self.get_num_skipped_tokens(total_computed_tokens + compacted)
-        sink = self.kv_cache_spec.sink_chunks * self.kv_cache_spec.chunk_size
-        first = ceil_div(sink, self.block_size)
-        return slice(first, max(first, (sink + skipped - compacted) // self.block_size))
+        first, stop = self._sink_blocks, (self._sink + skipped - compacted) // self.block_size
+        return slice(first, stop if stop > first else first)
 
     def compact_block_table(self, request_id: str) -> int:
         """Take the null blocks after the sink out of the table; returns the tokens they held."""
         if self.enable_caching:
             raise LifecycleError("a block table can only be compacted without prefix caching")
         blocks = self.req_to_blocks.get(request_id, [])
-        sink = self.kv_cache_spec.sink_chunks * self.kv_cache_spec.chunk_size
-        first = last = ceil_div(sink, self.block_size)
+        first = last = self._sink_blocks
         while last < len(blocks) and blocks[last] is self._null_block:
             last += 1
         del blocks[first:last]
@@ -206,6 +208,10 @@ class ChunkWindowManager(SlidingWindowManager):
     def block_ids(self, request_id: str) -> list[int]:
         """The block table of a request."""
         return [block.block_id for block in self.req_to_blocks.get(request_id, ())]
+
+    def num_blocks(self, request_id: str) -> int:
+        """Length of the block table of a request."""
+        return len(self.req_to_blocks.get(request_id, ()))
 
     def drop(self, request_id: str, gaps: Sequence[range]) -> None:
         """Free and take out whole blocks, by their positions on the time line.

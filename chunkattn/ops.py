@@ -36,7 +36,8 @@ _library.define(
     "write_attend(Tensor query, Tensor key, Tensor value, Tensor? key_extra, Tensor? value_extra, "
     "Tensor(a!) key_pool, Tensor(b!) value_pool, Tensor slot_mapping, Tensor block_table, "
     "Tensor seq_lens, Tensor query_start_loc, Tensor(c!) out, float softmax_scale, "
-    "str backend, Tensor(d!)? key_scale=None, Tensor(e!)? value_scale=None) -> ()"
+    "str backend, Tensor(d!)? key_scale=None, Tensor(e!)? value_scale=None, "
+    "Tensor? current_start_loc=None) -> ()"
 )
 
 
@@ -217,19 +218,28 @@ def _write_attend(
     backend: str,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    current_start_loc: torch.Tensor | None = None,
 ) -> None:
-    rows = ScatterArguments(
-        key,
-        value,
-        key_extra,
-        value_extra,
-        key_pool,
-        value_pool,
-        slot_mapping,
-        key_scale,
-        value_scale,
-    )
-    _scatter(rows, backend)
+    # The rows that have a slot are written and attended in their blocks, the others where they lie.
+    pairs = [(key, value), (key_extra, value_extra)]
+    num_written = slot_mapping.shape[0]
+    num_pairs = 0 if num_written == 0 else 1 if num_written == key.shape[0] else 2
+    if num_pairs:
+        rows = ScatterArguments(
+            key,
+            value,
+            *(pairs[1] if num_pairs == 2 else (None, None)),
+            key_pool,
+            value_pool,
+            slot_mapping,
+            key_scale,
+            value_scale,
+        )
+        _scatter(rows, backend)
+    (key_current, value_current), (key_extra, value_extra) = [
+        tuple(None if rows is None else rows.to(query.dtype) for rows in pair)
+        for pair in (*pairs[num_pairs:], (None, None), (None, None))[:2]
+    ]
     inputs = AttentionArguments(
         query,
         key_pool,
@@ -237,9 +247,9 @@ def _write_attend(
         block_table,
         seq_lens,
         query_start_loc,
-        key_current=None,
-        value_current=None,
-        current_start_loc=None,
+        key_current,
+        value_current,
+        current_start_loc=None if key_current is None else current_start_loc,
         segment_blocks=None,
         key_scale=_per_block(key_scale, key_pool),
         value_scale=_per_block(value_scale, value_pool),
@@ -247,6 +257,8 @@ def _write_attend(
         out=out,
         lse=None,
         softmax_scale=softmax_scale,
+        key_extra=key_extra,
+        value_extra=value_extra,
     )
     _attend(inputs, backend)
 

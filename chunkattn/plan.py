@@ -2,76 +2,103 @@
 layers.
 """
 
+from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from chunkattn.window import ceil_div
 
-IntArray = npt.NDArray[np.int64]
 _ALIGN = 4  # int32 elements of 16 bytes, so that each part starts as aligned as an allocation
 
 
-class Extent:
+class Extent(NamedTuple):
     """Storage positions ``[start, stop)`` of a block table."""
 
-    def __init__(self, table: IntArray, start: int, stop: int, block_size: int) -> None:
-        self._table, self._start, self._stop, self._block_size = table, start, stop, block_size
-
-    def __len__(self) -> int:
-        return self._stop - self._start
+    table: list[int]
+    start: int
+    stop: int
+    block_size: int
 
     def blocks(self) -> list[int]:
         """Blocks that hold these positions, in order."""
-        if self._start == self._stop:
-            return []
-        first, last = self._start // self._block_size, (self._stop - 1) // self._block_size
-        return [int(block) for block in self._table[first : last + 1]]
+        stop = ceil_div(self.stop, self.block_size) if self.stop > self.start else 0
+        return self.table[self.start // self.block_size : stop]
 
-    def entries(self, part: int) -> IntArray:
+    def entries(self, part: int) -> list[int]:
         """These positions as parts of ``part`` tokens, numbered through the pool."""
-        positions = np.arange(self._start, self._stop, part)
-        block = self._table[positions // self._block_size]
-        return block * (self._block_size // part) + positions % self._block_size // part
-
-    def slots(self) -> IntArray:
-        """The slot of each position."""
-        positions = np.arange(self._start, self._stop)
-        block = self._table[positions // self._block_size]
-        return block * self._block_size + positions % self._block_size
+        if part == self.block_size:
+            return self.blocks()
+        table, size = self.table, self.block_size
+        return [
+            (table[position // size] * size + position % size) // part
+            for position in range(self.start, self.stop, part)
+        ]
 
 
-class Plan(NamedTuple):
-    """What `session.ForwardContext` says of a forward; see its attributes."""
+class Plan:
+    """What `forward.ForwardContext` says of a forward; see its attributes. The lists of blocks are
+    made when they are asked for.
+    """
 
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
-    slot_mapping: torch.Tensor
-    kv_len: int
-    history_block_ids: list[int]
-    span_block_ids: list[int]
-    action_block_ids: list[int]
+    def __init__(
+        self,
+        buffers: "PlanBuffers",
+        slot_mapping: torch.Tensor,
+        kv_len: int,
+        past: Sequence[Extent],
+        span: Extent | None,
+        action: Extent | None,
+    ) -> None:
+        self.block_table = buffers.block_table
+        self.seq_lens = buffers.seq_lens
+        self.query_start_loc = buffers.query_start_loc
+        self.current_start_loc = buffers.current_start_loc
+        self.slot_mapping = slot_mapping
+        self.kv_len = kv_len
+        self._past, self._span, self._action = past, span, action
+
+    @cached_property
+    def history_block_ids(self) -> list[int]:
+        return list(dict.fromkeys(block for extent in self._past for block in extent.blocks()))
+
+    @cached_property
+    def span_block_ids(self) -> list[int]:
+        return self._span.blocks() if self._span else []
+
+    @cached_property
+    def action_block_ids(self) -> list[int]:
+        return self._action.blocks() if self._action else []
 
 
 class PlanBuffers:
     """One branch's plan, packed into a single int32 buffer so that it reaches the device in one
     copy.
 
+    Args:
+        max_blocks: entries of the block table.
+        max_rows: rows that a forward writes.
+        part: tokens of one entry of the block table.
+        device: where the kernels read the plan.
+
     Attributes:
         block_table: ``(1, max_blocks)`` int32 on the device, padded with 0.
         seq_lens: ``(1,)`` int32.
         query_start_loc: ``(2,)`` int32.
+        current_start_loc: ``(2,)`` int32.
     """
 
-    def __init__(self, max_blocks: int, max_rows: int, device: torch.device) -> None:
-        table_start = 2 * _ALIGN
+    def __init__(self, max_blocks: int, max_rows: int, part: int, device: torch.device) -> None:
+        table_start = 3 * _ALIGN
         slots_start = table_start + ceil_div(max_blocks, _ALIGN) * _ALIGN
-        size = slots_start + max_rows
+        size = slots_start + max_rows + part  # slots are written in whole parts
+        self._part = part
+        self._offsets = np.arange(part, dtype=np.int32)
         self._table = slice(table_start, table_start + max_blocks)
         self._slots_start = slots_start
+        self._slots: dict[int, torch.Tensor] = {}
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
         # A GPU reads a staging buffer some time after the copy was asked for: two take turns, each
         # with the event that says when it may be written again.
@@ -85,46 +112,60 @@ class PlanBuffers:
         self._host = [staging.numpy() for staging in self._staging]
         self._turn = 0
         self.block_table = self._buffer[self._table].unsqueeze(0)
-        self.seq_lens = self._buffer[_ALIGN : _ALIGN + 1]
+        self.seq_lens = self._buffer[2 * _ALIGN : 2 * _ALIGN + 1]
         self.query_start_loc = self._buffer[0:2]
+        self.current_start_loc = self._buffer[_ALIGN : _ALIGN + 2]
 
-    def write(self, past: list[Extent], span: Extent, action: Extent, part: int) -> Plan:
+    def write(
+        self,
+        past: Sequence[Extent],
+        span: Extent | None,
+        action: Extent | None,
+        *,
+        span_len: int,
+        action_len: int,
+    ) -> Plan:
         """Rewrite the plan. The tensors handed out keep their addresses and shapes.
 
         Args:
-            past: storage of the visible history.
-            span: storage of the span in flight.
-            action: storage of the action rows, behind which nothing follows.
-            part: tokens of one entry of ``block_table``; divides every start and stop but the
-                action's.
+            past: storage of the visible history. Starts and stops are multiples of ``part``.
+            span: storage of the span in flight, as ``past``; None where its rows are attended
+                where they lie.
+            action: storage of the action rows, behind which nothing follows; None as for ``span``.
+            span_len: rows of the span.
+            action_len: action rows.
         """
-        extents = [extent for extent in (*past, span, action) if len(extent)]
-        entries = np.concatenate([extent.entries(part) for extent in extents])
-        kv_len = sum(len(extent) for extent in extents)
-        num_rows = len(span) + len(action)
-
         if self._on_gpu:
             self._turn ^= 1
             self._copied[self._turn].synchronize()
-        host = self._host[self._turn]
-        host[1] = num_rows
-        host[_ALIGN] = kv_len
+        host, part = self._host[self._turn], self._part
+        entries: list[int] = []
+        paged = 0
+        for extent in past:
+            entries += extent.entries(part)
+            paged += extent.stop - extent.start
+        first_written = len(entries)
+        num_written = 0
+        for extent in filter(None, (span, action)):
+            entries += extent.entries(part)
+            num_written += extent.stop - extent.start
         table = host[self._table]
         table[: len(entries)] = entries
         table[len(entries) :] = 0
-        slots = host[self._slots_start :]
-        slots[: len(span)] = span.slots()
-        slots[len(span) : num_rows] = action.slots()
+        if num_written:
+            written = table[first_written : len(entries), None]
+            # The span is a whole number of parts, so the action rows' slots follow its own.
+            slots = host[self._slots_start : self._slots_start + written.size * part]
+            np.add(written * part, self._offsets, out=slots.reshape(-1, part))
+        host[1] = span_len + action_len
+        # Of the rows that are not written, the first kind: the other needs no bounds.
+        host[_ALIGN + 1] = span_len if span is None else action_len if action is None else 0
+        host[2 * _ALIGN] = paged + num_written
         if self._on_gpu:
             self._buffer.copy_(self._staging[self._turn], non_blocking=True)
             self._copied[self._turn].record()
-        return Plan(
-            self.block_table,
-            self.seq_lens,
-            self.query_start_loc,
-            self._buffer[self._slots_start : self._slots_start + num_rows],
-            kv_len,
-            list(dict.fromkeys(block for extent in past for block in extent.blocks())),
-            span.blocks(),
-            action.blocks(),
-        )
+        slot_mapping = self._slots.get(num_written)
+        if slot_mapping is None:
+            slot_mapping = self._buffer[self._slots_start : self._slots_start + num_written]
+            self._slots[num_written] = slot_mapping
+        return Plan(self, slot_mapping, paged + span_len + action_len, past, span, action)

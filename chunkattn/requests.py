@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 
 from chunkattn.errors import LifecycleError, PoolExhaustedError
@@ -81,6 +80,7 @@ class Requests:
         self.policy = policy or SlidingWindow(
             spec.window_chunks, spec.sink_chunks, spec.reset_at_boundary
         )
+        self.views = self.policy.views()
         self.block_size = int(spec.block_size)
         self.table_block_size = part_of_blocks(self.block_size, spec.chunk_size)
         layer_names = [f"ar_diffusion.layer.{layer}" for layer in range(num_layers)]
@@ -171,7 +171,8 @@ class Requests:
         # vLLM cuts an allocation at max_model_len. Storage stays short, but a window may be longer.
         self.manager.max_model_len = max(self.manager.max_model_len, end)
         # Counted here too: vLLM counts short for a prefix that is longer than the window.
-        missing = ceil_div(end, self.block_size) - len(self.block_table(adapter)) + len(shared)
+        owned = self._window_manager.num_blocks(adapter.request_id)
+        missing = ceil_div(end, self.block_size) - owned + len(shared)
         if (
             missing > self.num_free_blocks
             or self.manager.allocate_slots(adapter, num_new_tokens=num_tokens) is None
@@ -231,8 +232,7 @@ class Requests:
         """`commit_chunk` for a whole span: all or nothing."""
         self._check_allocated(adapter, num_chunks)
         first = adapter.completed_chunks
-        for _ in range(num_chunks):
-            adapter.on_chunk_committed()
+        adapter.on_chunk_committed(num_chunks)
         span = range(first, first + num_chunks)
         held = merged((*adapter.resident, span))
         kept = merged(self.policy.kept(adapter.resident, span))
@@ -249,7 +249,7 @@ class Requests:
         window = self._window_manager
         if window.evicts:
             window.remove_skipped_blocks(adapter.request_id, adapter.num_computed_tokens)
-            window.compact_block_table(adapter.request_id)
+            removed = window.compact_block_table(adapter.request_id)
         else:
             if self.policy.retrieved_chunks:
                 for chunk in {c for run in held for c in run}.difference(*adapter.resident):
@@ -262,8 +262,8 @@ class Requests:
                 block_size=self.block_size,
             )
             window.drop(adapter.request_id, gaps)
+            removed = window.compacted_tokens(adapter.request_id) - adapter.compacted_tokens
         self.settling.freed(adapter.stream)
-        removed = window.compacted_tokens(adapter.request_id) - adapter.compacted_tokens
         adapter.compacted_tokens += removed
         adapter.allocated_tokens -= removed
 
@@ -273,9 +273,8 @@ class Requests:
 
     def _parts(self, adapter: ARDiffusionRequestAdapter, where: range) -> list[int]:
         """Storage positions as parts of blocks, as plans name them."""
-        table = np.asarray(self.block_table(adapter), dtype=np.int64)
-        extent = Extent(table, where.start, where.stop, self.block_size)
-        return [int(part) for part in extent.entries(self.table_block_size)]
+        extent = Extent(self.block_table(adapter), where.start, where.stop, self.block_size)
+        return extent.entries(self.table_block_size)
 
     @locked
     def fetch_chunks(
@@ -310,12 +309,8 @@ class Requests:
     def storage(self, adapter: ARDiffusionRequestAdapter, chunks: Runs) -> list[range]:
         """Storage positions of runs of resident chunks."""
         size = self.spec.chunk_size
-        return [
-            self._window_manager.storage(
-                adapter.request_id, range(run.start * size, run.stop * size)
-            )
-            for run in chunks
-        ]
+        storage, request_id = self._window_manager.storage, adapter.request_id
+        return [storage(request_id, range(run.start * size, run.stop * size)) for run in chunks]
 
     def check_rollback(
         self, adapter: ARDiffusionRequestAdapter, num_chunks: int, next_span: int

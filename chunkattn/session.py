@@ -66,6 +66,7 @@ class Session:
         self.cache = cache
         self.session_id = session_id
         self._closed = False
+        self.last_used = next(cache.uses)
         self._swapped: list[HostCopy] | None = None
         self._branches: list[Branch] = []
         self._cross_attention = cache.new_cross_attention()
@@ -79,6 +80,11 @@ class Session:
             raise
         if source is not None:
             self._cross_attention.share(source._cross_attention)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no forward is open."""
+        return all(branch.open_forward is None for branch in self._branches)
 
     def adapter(self, branch: int = 0) -> "ARDiffusionRequestAdapter":
         """The request of a branch: its position and counters."""
@@ -110,9 +116,11 @@ class Session:
                 f"{cache.window_chunks} chunks, got {seq_len}"
             )
         scratch_tokens = cache.scratch_blocks_per_branch * cache.block_size
-        if not 0 <= action_len <= scratch_tokens:
+        if action_len < 0:
+            raise ValueError(f"`action_len` must not be negative, got {action_len}")
+        if scratch_tokens and action_len > scratch_tokens:
             raise ValueError(
-                f"`action_len` must be from 0 to {scratch_tokens}, what the scratch blocks of a "
+                f"`action_len` must be at most {scratch_tokens}, what the scratch blocks of a "
                 f"branch hold (see max_scratch_tokens_per_branch), got {action_len}"
             )
         return ForwardContext(self, side, seq_len, commit, action_len)

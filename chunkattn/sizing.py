@@ -4,6 +4,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from chunkattn.capacity import capacity
 from chunkattn.config import ARDiffusionKVConfig
 from chunkattn.policy import Policy
 from chunkattn.pool import compute_num_blocks
@@ -64,6 +65,33 @@ def managed_blocks(
             blocks_per_branch,
         )
     return max(num_blocks, raised)
+
+
+def budgeted_blocks(session_capacity: int, budget: int, **parts: int) -> int:
+    """Managed blocks of as many sessions under a hard budget. Logs what it admits.
+
+    Args:
+        session_capacity: sessions to admit.
+        budget: bytes.
+        parts: as `capacity.capacity` takes them.
+
+    Raises:
+        ValueError: the budget is too small.
+    """
+    found = capacity(budget, **parts)
+    needed = found.needed(session_capacity)
+    sums = (
+        f"{found.fixed} bytes of null block, scratch and static cross-attention, and for each "
+        f"session {found.self_attention} of self-attention, {found.cross_attention} of "
+        f"cross-attention and {found.model_owned} of the model's own"
+    )
+    if needed > budget:
+        raise ValueError(
+            f"`memory_budget_bytes` must be at least {needed} for session_capacity "
+            f"{session_capacity} ({sums}), got {budget}, which admits {found.sessions}"
+        )
+    logger.info("a budget of %d bytes admits %d session(s): %s", budget, found.sessions, sums)
+    return session_capacity * found.blocks_per_session + 1
 
 
 def branch_blocks(spec: "ChunkWindowSpec", policy: Policy | None, span_chunks: int) -> int:

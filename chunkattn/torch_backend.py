@@ -168,7 +168,10 @@ def _segments(
             assert inputs.current_start_loc is not None
             own = slice(*inputs.current_start_loc[s : s + 2].tolist())
             key, value = inputs.key_current[own], inputs.value_current[own]
-            parts.append((key.float(), value.float(), None) if merged else (key, value, None))
+            rows_of = [(key, value)]
+            if inputs.key_extra is not None and inputs.value_extra is not None:
+                rows_of.append((inputs.key_extra, inputs.value_extra))
+            parts += [(k.float(), v.float(), None) if merged else (k, v, None) for k, v in rows_of]
         query = query[rows].float() if merged else query[rows]
         yield query, [part for part in parts if part[0].shape[0]]
 

@@ -12,6 +12,8 @@ Layouts (strides are in elements; the last one is 1):
                                 but the last attends to
     key_current, value_current  (num_current, num_kv_heads, head_size), visible after the paged rows
     current_start_loc           (num_seqs + 1,)
+    key_extra, value_extra      (num_extra, num_kv_heads, head_size), visible after the current rows
+                                of the one sequence there is
     key_scale, value_scale      (num_blocks, num_kv_heads) float32: a stored row times its scale is
                                 the row
     block_bias                  (num_blocks, num_kv_heads) float32, added to the scores of a block
@@ -51,6 +53,8 @@ class AttentionArguments(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor | None
     softmax_scale: float
+    key_extra: torch.Tensor | None = None
+    value_extra: torch.Tensor | None = None
 
     @property
     def num_segments(self) -> int:
@@ -109,13 +113,14 @@ class EntryStrides(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Where each sequence's rows are, and how many sequences and K/V heads there are."""
+    """Where each sequence's rows are; how many sequences, K/V heads and extra rows there are."""
 
     query_start_loc_ptr: torch.Tensor
     seq_lens_ptr: torch.Tensor
     current_start_loc_ptr: torch.Tensor | None
     num_seqs: int
     num_kv_heads: int
+    num_extra: int | None
 
 
 def strides(tensor: torch.Tensor | None, num_dims: int) -> tuple[int, ...]:

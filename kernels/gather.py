@@ -102,6 +102,8 @@ def _gather_kernel(
     segment_blocks_ptr,
     key_current_ptr,
     value_current_ptr,
+    key_extra_ptr,
+    value_extra_ptr,
     key_scale_ptr,
     value_scale_ptr,
     block_bias_ptr,
@@ -114,6 +116,8 @@ def _gather_kernel(
     stride_table,
     stride_key_current,
     stride_value_current,
+    stride_key_extra,
+    stride_value_extra,
     stride_key_scale,
     stride_value_scale,
     stride_bias,
@@ -275,6 +279,26 @@ def _gather_kernel(
             False,
             PRECISION,
         )
+        if key_extra_ptr is not None:
+            acc, row_max, row_sum = attend_rows(
+                query,
+                acc,
+                row_max,
+                row_sum,
+                row_ptr(key_extra_ptr, stride_key_extra, 0, kv_head),
+                row_ptr(value_extra_ptr, stride_value_extra, 0, kv_head),
+                stride_key_extra.token,
+                stride_value_extra.token,
+                0,
+                batch.num_extra,
+                scale_log2,
+                0.0,
+                offs_d,
+                REST_N,
+                HEAD_SIZE,
+                False,
+                PRECISION,
+            )
     token, head, mask_m, _ = tile_rows(
         batch.query_start_loc_ptr, seq, kv_head, tile, QUERIES_PER_KV, BLOCK_M
     )

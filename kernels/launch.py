@@ -49,6 +49,7 @@ def batch_of(inputs: AttentionArguments) -> Batch:
         inputs.current_start_loc,
         inputs.seq_lens.shape[0],
         inputs.key_pool.shape[2],
+        None if inputs.key_extra is None else inputs.key_extra.shape[0],
     )
 
 
@@ -64,6 +65,7 @@ def launch_arguments(
     else:
         num_tiles = inputs.num_rows // tiles.block_m + num_seqs
     query_strides = inputs.query.stride()
+    extra = (inputs.key_extra, inputs.value_extra)
     arguments = (
         inputs.query,
         inputs.key_pool,
@@ -72,6 +74,7 @@ def launch_arguments(
         inputs.segment_blocks,
         inputs.key_current,
         inputs.value_current,
+        *extra,
         inputs.key_scale,
         inputs.value_scale,
         inputs.block_bias,
@@ -84,6 +87,8 @@ def launch_arguments(
         TableStrides(*inputs.block_table.stride()),
         RowStrides(*strides(inputs.key_current, 2)),
         RowStrides(*strides(inputs.value_current, 2)),
+        # Numbers that nobody reads would still be parameters.
+        *(None if rows is None else RowStrides(*strides(rows, 2)) for rows in extra),
         EntryStrides(*strides(inputs.key_scale, 2)),
         EntryStrides(*strides(inputs.value_scale, 2)),
         EntryStrides(*strides(inputs.block_bias, 2)),

@@ -91,7 +91,7 @@ def rows_of(start_loc_ptr, seq):
 @triton.jit
 def row_ptr(ptr, stride, row, kv_head):
     """Where a row's head begins."""
-    return ptr + row.to(tl.int64) * stride.token + kv_head.to(tl.int64) * stride.head
+    return ptr + tl.cast(row, tl.int64) * stride.token + kv_head.to(tl.int64) * stride.head
 
 
 @triton.jit

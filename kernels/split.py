@@ -49,9 +49,10 @@ def work_of_sequence(seq, batch, SIZES: tl.constexpr):
     num_rest = tl.cdiv(seq_len % SIZES.BLOCK_SIZE, SIZES.REST_N)
     if batch.current_start_loc_ptr is not None:
         num_rest += tl.cdiv(rows_of(batch.current_start_loc_ptr, seq), SIZES.REST_N)
-    num_units = times(seq_len // SIZES.BLOCK_SIZE, SIZES.UNITS_PER_BLOCK) + times(
-        num_rest, SIZES.REST_N // UNIT
-    )
+    if batch.num_extra is not None:
+        num_rest = num_rest + tl.cdiv(tl.cast(batch.num_extra, tl.int32), SIZES.REST_N)
+    num_units = times(seq_len // SIZES.BLOCK_SIZE, SIZES.UNITS_PER_BLOCK)
+    num_units += times(num_rest, SIZES.REST_N // UNIT)
     return num_tiles, tl.maximum(num_units, 1)
 
 

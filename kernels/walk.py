@@ -5,7 +5,7 @@ tile of query rows (the query heads of one K/V head packed into it) and one K/V 
 
 1. the full tiles of every whole block, without any mask;
 2. the ragged last tile of every whole block, with a tile size of its own;
-3. the rows of the last, partly filled block, then the current rows.
+3. the rows of the last, partly filled block, then the current and the extra rows.
 
 Where the blocks are divided into segments, 1 and 2 run for each of them with a query of its own,
 and 3 with the last one. The bounds are read from ``seq_lens`` on the device: a launch does not
@@ -43,6 +43,8 @@ def _walk_kernel(
     segment_blocks_ptr,
     key_current_ptr,
     value_current_ptr,
+    key_extra_ptr,
+    value_extra_ptr,
     key_scale_ptr,
     value_scale_ptr,
     block_bias_ptr,
@@ -55,6 +57,8 @@ def _walk_kernel(
     stride_table,
     stride_key_current,
     stride_value_current,
+    stride_key_extra,
+    stride_value_extra,
     stride_key_scale,
     stride_value_scale,
     stride_bias,
@@ -288,6 +292,32 @@ def _walk_kernel(
                 False,
                 PRECISION,
             )
+            if key_extra_ptr is not None:
+                num_extra = tl.cast(batch.num_extra, tl.int32)
+                start = 0
+                stop = tl.cdiv(num_extra, REST_N)
+                if SPLIT:
+                    base = current_base + times(tl.cdiv(num_current, REST_N), REST_N // UNIT)
+                    start, stop = items_between(first, last, base, start, stop, REST_N)
+                acc, row_max, row_sum = attend_rows(
+                    query,
+                    acc,
+                    row_max,
+                    row_sum,
+                    row_ptr(key_extra_ptr, stride_key_extra, 0, kv_head),
+                    row_ptr(value_extra_ptr, stride_value_extra, 0, kv_head),
+                    stride_key_extra.token,
+                    stride_value_extra.token,
+                    times(start, REST_N),
+                    tl.minimum(times(stop, REST_N), num_extra),
+                    scale_log2,
+                    0.0,
+                    offs_d,
+                    REST_N,
+                    HEAD_SIZE,
+                    False,
+                    PRECISION,
+                )
         token, head, mask_m, _ = tile_rows(
             batch.query_start_loc_ptr, seq, kv_head, tile, QUERIES_PER_KV, BLOCK_M
         )

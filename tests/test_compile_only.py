@@ -42,6 +42,7 @@ CALLS = {
     "descriptors": Call("walk", options={"descriptors": True}),
     "segments": Call("walk", shape={"num_segments": 3, "fp8": True, "biased": True}),
     "split": Call("walk", options={"num_programs": 7}),
+    "extra": Call("walk", shape={"extra": True}, pools=("key_extra_ptr", "value_extra_ptr")),
     "merge": Call("walk", 1, options={"num_programs": 7}, pools=("workspace_ptr",) * 2),
     "gather": Call("gather"),
     "gather64": Call("gather", options={"wide": True}),
@@ -168,7 +169,7 @@ def test_no_kernel_is_left_out(compiled):
         for file in (ROOT / "kernels").glob("*.py")
         for kernel in re.findall(r"def _(\w+)_kernel\(", file.read_text())
     }
-    variants = {"descriptors", "gather64", "segments", "split"}
+    variants = {"descriptors", "extra", "gather64", "segments", "split"}
     assert {name.partition(" ")[0] for name in compiled} - variants == kernels
 
 

@@ -1,0 +1,245 @@
+"""Host time to plan a forward and to commit it, beside vllm-omni's own, in one process.
+
+    python bench/bench_plan.py
+    python bench/bench_plan.py --preset dreamzero_14b --append bench/results/cpu.jsonl --plot docs
+
+A rollout of spans, each one first denoise forward (which writes the plan), one repeated denoise
+forward and one commit forward, on both systems in turn, and books without tensors: nothing but host
+code is timed. Of vllm-omni: ``get_kv_caches``, ``prepare``, ``to_layer_inputs`` of every layer,
+``commit_paged_context``. Of chunkattn: the ``with`` block, and `ForwardContext.layer_inputs` and
+`ForwardContext.mark_layer_written` of every layer. Ratios are medians over spans of theirs over
+ours.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from timing import conditions, speed_ratio, spread
+
+from chunkattn.cache import ARDiffusionKVCache
+from chunkattn.config import ARDiffusionKVConfig
+from chunkattn.presets import PRESETS, ModelPreset, get_preset
+
+GEOMETRIES = ("dreamzero_14b", "lingbot_world_v2", "longlive_2_5b")
+KINDS = ("first denoise", "repeated denoise", "commit")
+OURS, THEIRS = "chunkattn", "vllm-omni"
+
+
+def arguments_of(preset: ModelPreset, layers: int) -> dict[str, Any]:
+    """What both caches are built with."""
+    return {
+        "num_layers": layers,
+        "num_kv_heads": preset.kv_heads,
+        "head_size": preset.head_size,
+        "dtype": torch.bfloat16,
+        "block_size": preset.frame_tokens,
+        "max_model_len": 1 << 20,
+        "available_bytes": 1 << 40,
+        "max_scratch_tokens_per_branch": preset.action_tokens + preset.state_tokens,
+    }
+
+
+def config_of(preset: ModelPreset) -> dict[str, Any]:
+    return {
+        "enable": True,
+        "chunk_size": preset.frame_tokens,
+        "window_chunks": preset.window_frames,
+        "sink_chunks": preset.sink_frames,
+    }
+
+
+def ours(preset: ModelPreset, layers: int) -> Callable[[bool], None]:
+    """One forward of chunkattn; True commits it."""
+    cache = ARDiffusionKVCache(
+        ARDiffusionKVConfig(**config_of(preset)),
+        **arguments_of(preset, layers),
+        local_branches=1,
+        num_frame_per_block=preset.frames_per_span,
+        scratch=False,
+    )
+    session = cache.open_session("bench")
+    seq_len = preset.frames_per_span * preset.frame_tokens
+    action_len = preset.action_tokens + preset.state_tokens
+
+    def forward(commit: bool) -> None:
+        with session.forward(seq_len=seq_len, commit=commit, action_len=action_len) as fwd:
+            for layer in range(layers):
+                fwd.layer_plan(layer)
+                fwd.mark_layer_written(layer)
+
+    return forward
+
+
+def theirs(preset: ModelPreset, layers: int) -> Callable[[bool], None]:
+    """One forward of vllm-omni; True commits it."""
+    from vllm_omni.experimental.ar_diffusion.capability import ARDiffusionKVBranchSpec
+    from vllm_omni.experimental.ar_diffusion.kv_cache import config, manager, state
+
+    cache = manager.ARDiffusionKVCache(
+        config.ARDiffusionKVConfig(**config_of(preset)),
+        **arguments_of(preset, layers),
+        kv_branches=(ARDiffusionKVBranchSpec("positive", 0),),
+        session_capacity=1,
+        frames_per_block=preset.frames_per_span,
+    )
+    # Pools that are only handed on: `to_layer_inputs` looks them up.
+    cache._k_pools = cache._v_pools = [torch.empty(0)] * layers
+    kv = state.ARDiffusionKVState(
+        cache, "bench", {"positive": cache.begin_request("bench")}, num_layers=layers
+    )
+    device = torch.device("cpu")
+    seq_len = preset.frames_per_span * preset.frame_tokens
+    action_len = preset.action_tokens + preset.state_tokens
+
+    def forward(commit: bool) -> None:
+        contexts = kv.get_kv_caches("positive", seq_len=seq_len, commit_current=commit)
+        contexts[0].forward_ctx.prepare(device, action_len, seq_len + action_len)
+        _ = [context.to_layer_inputs() for context in contexts]
+        kv.commit_paged_context("positive")
+
+    return forward
+
+
+def rollout(systems: dict[str, Callable[[bool], None]], spans: int) -> dict[str, dict[str, list]]:
+    """Seconds of each kind of forward of each system, span by span, the systems in turn."""
+    clock = time.perf_counter
+    seconds = {name: {kind: [] for kind in KINDS} for name in systems}
+    gc.collect()
+    gc.disable()
+    for _ in range(spans):
+        for name, forward in systems.items():
+            for kind in KINDS:
+                began = clock()
+                forward(kind == "commit")
+                seconds[name][kind].append(clock() - began)
+    gc.enable()
+    return seconds
+
+
+def long_rollout(forward: Callable[[bool], None], spans: tuple[int, ...]) -> dict[int, list[float]]:
+    """Seconds of a span, one denoise and one commit forward, around each of some span numbers."""
+    clock = time.perf_counter
+    around = 200
+    seconds: dict[int, list[float]] = {}
+    done = 0
+    for span in spans:
+        while done < span:
+            forward(True)
+            done += 1
+        gc.collect()
+        gc.disable()
+        seconds[span] = []
+        for _ in range(around):
+            began = clock()
+            forward(False)
+            forward(True)
+            seconds[span].append(clock() - began)
+        gc.enable()
+        done += around
+    return seconds
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Host time of a span against its number: both systems, one panel a model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(rows), figsize=(4 * len(rows), 3.4), sharey=True)
+    for axis, row in zip(axes if len(rows) > 1 else [axes], rows, strict=True):
+        for name, marker in ((THEIRS, "s"), (OURS, "o")):
+            points = row["by_span"][name]
+            spans = [int(span) for span in points]
+            median, low, high = ([1e6 * points[span][i] for span in points] for i in range(3))
+            axis.fill_between(spans, low, high, alpha=0.25)
+            axis.plot(spans, median, marker=marker, label=name)
+        axis.set(xscale="log", title=row["preset"], xlabel="span number", ylim=(0, None))
+        axis.grid(alpha=0.3)
+    first = axes[0] if len(rows) > 1 else axes
+    first.set_ylabel("host µs: a denoise and a commit forward")
+    first.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print one result as a table."""
+    table = Table(title=f"{row['preset']}: host µs a forward, {row['layers']} layers")
+    for column in ("forward", OURS, THEIRS, "theirs / ours"):
+        table.add_column(column, justify="left" if column == "forward" else "right")
+    for kind in KINDS:
+        times = [f"{1e6 * row['seconds'][name][kind][0]:.1f}" for name in (OURS, THEIRS)]
+        table.add_row(kind, *times, f"{row['ratio'][kind]:.1f}")
+    for name in (OURS, THEIRS):
+        spans = list(row["by_span"][name])
+        table.add_row(f"{name}: span {spans[-1]} / span {spans[0]}", "", "", str(row["flat"][name]))
+    Console().print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", choices=sorted(PRESETS), action="append")
+    parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument("--spans", type=int, default=500, help="spans of the interleaved rollout")
+    parser.add_argument("--longest", type=int, default=100_000, help="last span number")
+    parser.add_argument("--append", type=Path, help="append the results to this JSON-lines file")
+    parser.add_argument("--plot", type=Path, help="write plan_cost.png into this folder")
+    args = parser.parse_args()
+    logging.disable(logging.INFO)
+    torch.set_num_threads(1)
+    numbers = tuple(10**power for power in range(2, 10) if 10**power <= args.longest)
+    rows = []
+    for name in args.preset or GEOMETRIES:
+        preset = get_preset(name)
+        systems = {OURS: ours(preset, args.layers), THEIRS: theirs(preset, args.layers)}
+        warm = 50
+        seconds = rollout(systems, warm + args.spans)
+        by_span = {system: long_rollout(forward, numbers) for system, forward in systems.items()}
+        row = {
+            "benchmark": "plan",
+            "preset": name,
+            "layers": args.layers,
+            "seconds": {
+                system: {kind: spread(times[warm:]) for kind, times in kinds.items()}
+                for system, kinds in seconds.items()
+            },
+            "ratio": {
+                kind: speed_ratio(seconds[THEIRS][kind][warm:], seconds[OURS][kind][warm:])
+                for kind in KINDS
+            },
+            "by_span": {
+                system: {str(span): spread(times) for span, times in spans.items()}
+                for system, spans in by_span.items()
+            },
+            "flat": {
+                system: round(
+                    statistics.median(spans[numbers[-1]]) / statistics.median(spans[numbers[0]]), 3
+                )
+                for system, spans in by_span.items()
+            },
+            **conditions(torch.device("cpu"), 0),
+        }
+        show(row)
+        rows.append(row)
+        if args.append:
+            with args.append.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    if args.plot:
+        plot(rows, args.plot / "plan_cost.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
