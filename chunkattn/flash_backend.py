@@ -20,6 +20,7 @@ import torch
 
 from chunkattn.errors import MissingDependencyError
 from chunkattn.kernels.arguments import AttentionArguments
+from chunkattn.merge import merge_states
 
 NAMES = ("fa3", "fa2")
 _MAX_HEAD_SIZE = 256
@@ -364,22 +365,14 @@ def attend(name: str, inputs: AttentionArguments) -> None:
         if inputs.lse is not None:
             inputs.lse.copy_(_with_rows_first(results[0][1]))
     else:
-        _merge(results, inputs.out, inputs.lse)
+        outs, lses = zip(*results, strict=True)
+        out, lse = merge_states(outs, [_with_rows_first(part) for part in lses])
+        inputs.out.copy_(out)
+        if inputs.lse is not None:
+            inputs.lse.copy_(lse)
 
 
 def _with_rows_first(lse: torch.Tensor) -> torch.Tensor:
     """``(num_tokens, num_heads)``; a row with no key is -inf, not FlashAttention-2's inf."""
     lse = lse.transpose(0, 1)
     return lse.masked_fill(lse == math.inf, -math.inf)
-
-
-def _merge(results: list[Result], out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Two results over different keys of the same rows, in float32."""
-    (first, first_lse), (second, second_lse) = results
-    first_lse, second_lse = _with_rows_first(first_lse), _with_rows_first(second_lse)
-    weight = torch.sigmoid(second_lse - first_lse)
-    # -inf - -inf is NaN where neither has a key.
-    weight = weight.masked_fill(second_lse == -math.inf, 0.0)
-    out.copy_(torch.lerp(first.float(), second.float(), weight.unsqueeze(-1)))
-    if lse is not None:
-        torch.logaddexp(first_lse, second_lse, out=lse)
