@@ -224,6 +224,11 @@ class ForwardContext:
         """Write one layer's K/V of the span and the action rows into the pool, then attend over all
         visible keys.
 
+        torch.compile traces it into one op without a graph break, unless ``session_capacity`` is
+        above 1: a lock orders such sessions. Where each block is a graph of its own, a layer's
+        number would compile once a layer: hand `layer_plan` and ``cache.table_pools[layer]`` to
+        `ops.write_attend` there, and call `mark_layer_written`.
+
         Args:
             layer: the layer, from 0.
             query: ``(seq_len + action_len, num_heads, head_size)``.
