@@ -192,7 +192,7 @@ def test_states_that_do_not_fit(outs, lses, message):
 
 # -- a rank that fails -----------------------------------------------------------------------------
 def one_rank_fails(rank: int) -> dict[str, Any]:
-    """Rank 1 leaves between two layers of a commit; what rank 0 then meets."""
+    """Rank 1 fails between two layers of a commit and ends; what each of the two then has."""
     session = make_cache(layers=LAYERS, heads=2).open_session("a")
     free = session.cache.num_free_blocks
     rows = torch.randn(3, 4, 2, HEAD_SIZE)
@@ -201,12 +201,12 @@ def one_rank_fails(rank: int) -> dict[str, Any]:
         with session.forward(seq_len=4, commit=True) as fwd:
             for layer in range(LAYERS):
                 if rank == layer == 1:
-                    raise ConnectionAbortedError("rank 1 is gone")
+                    raise RuntimeError("rank 1 has failed")
                 dist.all_reduce(fwd.write_attend(layer, *rows))
     except RuntimeError as raised:
-        error = raised
+        error = str(raised)
     return {
-        "error": type(error).__name__,
+        "error": error,
         "seconds": time.monotonic() - started,
         "committed": session.adapter().completed_chunks,
         "leaked": free - session.cache.num_free_blocks,
@@ -214,14 +214,13 @@ def one_rank_fails(rank: int) -> dict[str, Any]:
 
 
 def test_a_rank_that_fails(tmp_path):
-    """The other gets an error within its time limit, not a hang, and its forward is undone."""
-    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="rank 1 is gone"):
-        processes.run(one_rank_fails, tmp_path)
-    survivor = torch.load(tmp_path / "0.pt")
-    assert survivor["error"] in ("RuntimeError", "DistBackendError")
+    """The other gets an error within its time limit, not a hang; both forwards are undone."""
+    survivor, failed = processes.run(one_rank_fails, tmp_path)
+    assert failed["error"] == "rank 1 has failed"
+    assert survivor["error"] not in (None, failed["error"])
     assert survivor["seconds"] < processes.COLLECTIVE.total_seconds() + 5
-    assert survivor["committed"] == 0
-    assert survivor["leaked"] == 0
+    for rank in (survivor, failed):
+        assert rank["committed"] == rank["leaked"] == 0
 
 
 # -- tensor and guidance parallel, in the real model -----------------------------------------------

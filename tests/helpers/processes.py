@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+PRELOAD = ("chunkattn.session", "chunkattn.testing", "chunkattn.cache")
 COLLECTIVE = timedelta(seconds=60)
 
 
@@ -27,8 +28,10 @@ def run(function: Callable, folder: Path, *, processes: int = 2, seconds: float 
         TimeoutError: they took longer.
     """
     deadline = time.monotonic() + seconds
-    ranks = torch.multiprocessing.spawn(
-        _rank, (processes, folder, function), nprocs=processes, join=False
+    # Processes are forked off a server that has imported what all of them need, once.
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([__name__, *PRELOAD])
+    ranks = torch.multiprocessing.start_processes(
+        _rank, (processes, folder, function), processes, join=False, start_method="forkserver"
     )
     try:
         while not ranks.join(timeout=1):
