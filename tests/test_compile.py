@@ -1,5 +1,6 @@
 """torch.compile: what it knows of the ops, what it makes of the pools, how often it compiles."""
 
+import importlib.util
 import math
 import re
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch._inductor.utils import get_code
 import chunkattn
 from chunkattn import block_ops, fused, ops
 from chunkattn.testing import make_case, make_pools
+from tests.helpers import processes
 from tests.helpers.fused import make_inputs
 from tests.helpers.rollout import HEAD_SIZE, Window, make_cache
 
@@ -320,3 +322,28 @@ def test_pools_are_static_inputs():
     for pool in (*map(cache.flat_key_pool, range(2)), *map(cache.flat_value_pool, range(2))):
         assert pool._dynamo_static_input_type == "unguarded"
         assert pool._base is None
+
+
+# -- the real model --------------------------------------------------------------------------------
+NEEDED = ("vllm", "vllm_omni", "matplotlib")
+
+
+def dreamzero(rank: int) -> tuple[float, float, int]:
+    from tests.helpers.dreamzero import compile_blocks
+
+    return compile_blocks()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in NEEDED),
+    reason=f"needs {', '.join(NEEDED)}",
+)
+def test_dreamzero_blocks(tmp_path):
+    """Each block of vllm-omni's transformer is one graph. Compilations are for the kinds of
+    forwards (first frame, denoise, commit) and for the first layer's strides, not for a plan.
+    """
+    [(difference, largest, graphs)] = processes.run(dreamzero, tmp_path, processes=1)
+    assert difference < 2e-5
+    assert 1 < largest < 100
+    assert graphs <= 4

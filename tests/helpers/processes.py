@@ -53,4 +53,5 @@ def _rank(rank: int, processes: int, folder: Path, function: Callable) -> None:
         timeout=COLLECTIVE,
     )
     torch.save(function(rank), folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
