@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from chunkattn.manager import ChunkWindowManager as ChunkWindowManager
     from chunkattn.manager import ChunkWindowSpec as ChunkWindowSpec
     from chunkattn.manager import build_kv_manager as build_kv_manager
+    from chunkattn.merge import merge_states as merge_states
     from chunkattn.pool import allocate_kv_pool_with_views as allocate_kv_pool_with_views
     from chunkattn.pool import chunk_slot_mapping as chunk_slot_mapping
     from chunkattn.pool import compute_num_blocks as compute_num_blocks
@@ -57,6 +58,7 @@ _MODULE_OF = {
     "ChunkWindowManager": "manager",
     "ChunkWindowSpec": "manager",
     "build_kv_manager": "manager",
+    "merge_states": "merge",
     "paged_window_attention": "functional",
     "scatter_kv": "functional",
     "allocate_kv_pool_with_views": "pool",

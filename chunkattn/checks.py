@@ -169,9 +169,11 @@ def check_softmax_scale(scale: Any) -> None:
 
 
 def values_visible(device: torch.device) -> bool:
-    """Whether values may be looked at: always on the CPU, on a GPU (where it costs a sync) only
-    when debugging.
+    """Whether values may be looked at: never while torch.compile traces, which has none; always on
+    the CPU; on a GPU (where it costs a sync) only when debugging.
     """
+    if torch.compiler.is_compiling():
+        return False
     return device.type == "cpu" or os.environ.get("CHUNKATTN_DEBUG", "0") == "1"
 
 

@@ -20,6 +20,7 @@ import torch
 
 from chunkattn.errors import MissingDependencyError
 from chunkattn.kernels.arguments import AttentionArguments
+from chunkattn.merge import merge_states
 
 NAMES = ("fa3", "fa2")
 _MAX_HEAD_SIZE = 256
@@ -371,25 +372,14 @@ def attend(name: str, inputs: AttentionArguments) -> None:
         if inputs.lse is not None:
             inputs.lse.copy_(_with_rows_first(results[0][1]))
     else:
-        _merge(results, inputs.out, inputs.lse)
+        outs, lses = zip(*results, strict=True)
+        out, lse = merge_states(outs, [_with_rows_first(part) for part in lses])
+        inputs.out.copy_(out)
+        if inputs.lse is not None:
+            inputs.lse.copy_(lse)
 
 
 def _with_rows_first(lse: torch.Tensor) -> torch.Tensor:
     """``(num_tokens, num_heads)``; a row with no key is -inf, not FlashAttention-2's inf."""
     lse = lse.transpose(0, 1)
     return lse.masked_fill(lse == math.inf, -math.inf)
-
-
-def _merge(results: list[Result], out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Results over different keys of the same rows, in float32."""
-    merged, merged_lse = results[0][0].float(), _with_rows_first(results[0][1])
-    for part, part_lse in results[1:]:
-        part_lse = _with_rows_first(part_lse)
-        weight = torch.sigmoid(part_lse - merged_lse)
-        # -inf - -inf is NaN where neither has a key.
-        weight = weight.masked_fill(part_lse == -math.inf, 0.0)
-        merged = torch.lerp(merged, part.float(), weight.unsqueeze(-1))
-        merged_lse = torch.logaddexp(merged_lse, part_lse)
-    out.copy_(merged)
-    if lse is not None:
-        lse.copy_(merged_lse)

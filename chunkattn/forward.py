@@ -261,6 +261,11 @@ class ForwardContext:
 
         Without scratch a denoise forward writes nothing, and a commit forward the span.
 
+        torch.compile traces it into one op without a graph break, unless ``session_capacity`` is
+        above 1: a lock orders such sessions. Where each block is a graph of its own, a layer's
+        number would compile once a layer: hand `layer_plan` and ``cache.table_pools[layer]`` to
+        `ops.write_attend` there, and call `mark_layer_written`.
+
         Args:
             layer: the layer, from 0.
             query: ``(seq_len + action_len, num_heads, head_size)``.

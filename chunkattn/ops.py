@@ -99,12 +99,17 @@ def resolve_backend(
     return backend
 
 
-@functools.cache
 def _default_backend(device_type: str) -> str:
-    if device_type == "cpu":
-        logger.info("chunkattn: the tensors are on the CPU, using the torch backend")
-        return "torch"
-    return "triton"
+    if device_type != "cpu":
+        return "triton"
+    if not torch.compiler.is_compiling():  # a log call would break the graph
+        _say_torch_is_used()
+    return "torch"
+
+
+@functools.cache
+def _say_torch_is_used() -> None:
+    logger.info("chunkattn: the tensors are on the CPU, using the torch backend")
 
 
 class Kernels(NamedTuple):

@@ -172,19 +172,3 @@ def test_gradients_are_not_tracked(target):
     out = chunkattn.norm_rope_scatter(**inputs.arguments, backend=target.backend)
     assert not out.requires_grad
     assert not inputs.arguments["key_pool"].requires_grad
-
-
-def test_compiled(monkeypatch):
-    """In one graph, where slot values cannot be looked at; the pools change as they do without."""
-    monkeypatch.setattr(chunkattn.fused, "values_visible", lambda _: False)
-    arguments = make_inputs(dtype=torch.float32).arguments
-
-    def layer(arguments: dict) -> torch.Tensor:
-        return 2 * chunkattn.norm_rope_scatter(**arguments, backend="torch")
-
-    results = []
-    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        pools = [arguments[name].fill_(math.nan) for name in ("key_pool", "value_pool")]
-        results.append((function(arguments), *(pool.nan_to_num() for pool in pools)))
-    for eager, compiled in zip(*results, strict=True):
-        assert torch.equal(eager, compiled)

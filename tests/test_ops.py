@@ -1,4 +1,4 @@
-"""The registered ops: what torch knows of them, and the one that writes and attends at once."""
+"""The op that writes and attends at once, and what all ops have in common."""
 
 import math
 
@@ -11,7 +11,6 @@ from chunkattn.testing import (
     AttentionCase,
     check_attention,
     make_case,
-    make_pools,
     make_rows,
     run_attention,
 )
@@ -19,7 +18,6 @@ from chunkattn.testing import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SCALE = 0.25
-OPCHECKS = ("test_schema", "test_faketensor")
 
 
 def write_attend_arguments(
@@ -73,35 +71,6 @@ def test_auto_is_the_backend_of_the_device(target):
     case = make_case(seq_lens=[33], query_lens=[5], device=target.device)
     expected, _ = run_attention(case, "torch" if target.device == "cpu" else "triton")
     assert torch.equal(chunkattn.paged_window_attention(**case.arguments()), expected)
-
-
-def test_opcheck_write_attend():
-    """Schema, fake kernel and declared mutations are what torch.compile relies on."""
-    for extra, checks in ((0, OPCHECKS), (2, (*OPCHECKS, "test_aot_dispatch_dynamic"))):
-        arguments, _ = write_attend_arguments(torch.float32, "cpu", "torch", extra)
-        torch.library.opcheck(ops.write_attend, arguments, test_utils=checks)
-
-
-def test_opcheck_paged_window_attention():
-    case = make_case(seq_lens=[33, 6], query_lens=[5, 2], current_lens=[1, 2])
-    *arguments, softmax_scale = case.arguments().values()
-    out, lse = torch.zeros_like(case.query), torch.zeros(7, 2)
-    for given_lse in (lse, None):
-        torch.library.opcheck(
-            torch.ops.chunkattn.paged_window_attention.default,
-            (*arguments, out, given_lse, SCALE, "torch"),
-            test_utils=OPCHECKS,
-        )
-
-
-def test_opcheck_scatter_kv():
-    key_pool, value_pool, _ = make_pools(3, 4, 1, 8, dtype=torch.float32)
-    key, value = torch.randn(2, 4, 1, 8)
-    torch.library.opcheck(
-        torch.ops.chunkattn.scatter_kv.default,
-        (key, value, key_pool, value_pool, torch.tensor([0, 5, -1, 7]), None, None, "torch"),
-        test_utils=OPCHECKS,
-    )
 
 
 def test_gradients_are_not_tracked(target):

@@ -6,7 +6,7 @@ cross-attention, a picture to work on. Imported by the demo only; it loads vllm 
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -97,8 +97,16 @@ def one_process() -> Iterator[None]:
             destroy_distributed_environment()
 
 
-def build_model(geometry: Geometry, seed: int) -> Any:
-    """Build the transformer with random weights, in float32 on the CPU, ready to run."""
+def build_model(
+    geometry: Geometry, seed: int, load: Callable[[torch.nn.Module], None] = lambda model: None
+) -> Any:
+    """Build the transformer with random weights, in float32 on the CPU, ready to run.
+
+    Args:
+        geometry: sizes.
+        seed: of the weights.
+        load: reads or writes the weights, before they take the layout that they run in.
+    """
     # vllm-omni knows no CPU platform; its own SDPA backend runs there all the same.
     platform: Any = type(current_omni_platform)
     path = f"{SDPABackend.__module__}.{SDPABackend.__qualname__}"
@@ -133,6 +141,8 @@ def build_model(geometry: Geometry, seed: int) -> Any:
     for module in model.modules():
         if isinstance(module, CategorySpecificLinear):
             torch.nn.init.normal_(module.W, std=module.W.shape[1] ** -0.5)
+    load(model)
+    for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None:
             method.process_weights_after_loading(module)
