@@ -1,7 +1,7 @@
 """The paged K/V cache of one model: vLLM's manager, pools, scratch and cross-attention."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -330,17 +330,36 @@ class ARDiffusionKVCache(Requests):
         return self._flat_values[layer_idx]
 
     # -- sessions ----------------------------------------------------------------------------------
-    def open_session(self, session_id: str) -> "Session":
+    def open_session(
+        self, session_id: str, adapters: Sequence[ARDiffusionRequestAdapter] = ()
+    ) -> "Session":
         """Open a rollout: one request a local branch.
 
+        Args:
+            session_id: a new id.
+            adapters: the requests, where they have begun: the session owns them from now on.
+
         Raises:
-            LifecycleError: a session of that id is open.
+            ValueError: ``adapters`` are not one a local branch.
+            LifecycleError: a session of that id is open, or one of ``adapters`` has ended.
             PoolExhaustedError: ``session_capacity`` sessions are open.
         """
-        return self.admit_session(session_id)
+        if adapters and len(adapters) != self.local_branches:
+            raise ValueError(
+                f"`adapters` must be one for each of {self.local_branches} local branches, got "
+                f"{len(adapters)}"
+            )
+        for adapter in adapters:
+            self._check_live(adapter)
+        return self.admit_session(session_id, adapters=adapters)
 
     @locked
-    def admit_session(self, session_id: str, source: "Session | None" = None) -> "Session":
+    def admit_session(
+        self,
+        session_id: str,
+        source: "Session | None" = None,
+        adapters: Sequence[ARDiffusionRequestAdapter] = (),
+    ) -> "Session":
         """`open_session`, or a fork of ``source``."""
         from chunkattn.session import Session
 
@@ -351,7 +370,7 @@ class ARDiffusionKVCache(Requests):
                 f"`session_capacity` is {self.session_capacity} and {sorted(self._sessions)} are "
                 f"open: close one before opening {session_id!r}"
             )
-        session = Session(self, session_id, source)
+        session = Session(self, session_id, source, adapters)
         self._sessions[session_id] = session
         return session
 

@@ -111,7 +111,7 @@ class ForwardContext:
             return  # reset or close has taken the branch back
         self._side.open_forward = None
         cache, adapter = self.session.cache, self._side.adapter
-        missing = sorted(set(range(cache.num_layers)) - self._written)
+        missing = self.missing_layers
         if self.commit and kind is None and not missing:
             if self._side.replaying is None:
                 committed = cache.policy.committed(self.num_chunks)
@@ -125,6 +125,15 @@ class ForwardContext:
             cache.release_uncommitted(adapter)
         if self.commit and kind is None:
             raise LifecycleError(f"a commit must write every layer, got none for layers {missing}")
+
+    def abort(self) -> None:
+        """End the forward as an exception does, for hosts without ``with``."""
+        self.__exit__(LifecycleError, None, None)
+
+    @property
+    def missing_layers(self) -> list[int]:
+        """Layers that have not been written."""
+        return sorted(set(range(self.session.cache.num_layers)) - self._written)
 
     def _check_usable(self) -> None:
         if self._side.open_forward is not self:
