@@ -67,7 +67,8 @@ def register() -> None:
     if faults:
         raise NotImplementedError(f"vllm-omni {version} is not what `{ENV}` knows: {faults[0]}")
 
-    torch.library.register_kernel(omni_op.NAME, ["cpu", "cuda"], omni_op.write_attend)
+    for device_type in ("cpu", "cuda"):  # one by one: torch 2.13 confuses the devices of a list
+        torch.library.register_kernel(omni_op.NAME, device_type, omni_op.write_attend)
     for theirs, ours in classes.items():
         _put_in_place_of(theirs, ours)
     active = mode
