@@ -129,6 +129,7 @@ def one_process() -> Iterator[None]:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on tensors this small, threads only wait for each other
+    dreamzero_demo.cpu_attention()
     with dreamzero_demo.one_process(), torch.no_grad():
         yield
     torch.set_num_threads(threads)
@@ -233,11 +234,14 @@ def lingbot_model(transformer: Any) -> Any:
         num_frames_per_block=SPAN,
         sliding_window_num_frames=SINK + WINDOW,
     )
+    for name, parameter in model.named_parameters():  # vLLM's layers leave them as they find them
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+        else:
+            torch.nn.init.constant_(parameter, float(name.endswith("weight")))
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None:
-            torch.nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
-            torch.nn.init.zeros_(module.bias)
             method.process_weights_after_loading(module)
     for block in model.blocks:  # its native rotation takes one head only
         rotary = block.self_attn.rotary_embedding
@@ -373,7 +377,7 @@ def test_dreamzero_is_the_same(backend, one_process):
 
 
 @needs_vllm_omni
-@pytest.mark.parametrize(("backend", "num_blocks"), [("torch", 12), ("triton", 4)])
+@pytest.mark.parametrize(("backend", "num_blocks"), [("torch", 12), ("triton", 3)])
 def test_lingbot_is_the_same(backend, num_blocks, one_process):
     transformer, dmd_block = lingbot()
     model = lingbot_model(transformer)

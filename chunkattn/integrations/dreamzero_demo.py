@@ -97,15 +97,18 @@ def one_process() -> Iterator[None]:
             destroy_distributed_environment()
 
 
-def build_model(geometry: Geometry, seed: int) -> Any:
-    """Build the transformer with random weights, in float32 on the CPU, ready to run."""
-    # vllm-omni knows no CPU platform; its own SDPA backend runs there all the same.
+def cpu_attention() -> None:
+    """Give the models' other attention vllm-omni's own SDPA backend: it knows no CPU platform."""
     platform: Any = type(current_omni_platform)
     path = f"{SDPABackend.__module__}.{SDPABackend.__qualname__}"
     platform.get_diffusion_attn_backend_cls = classmethod(lambda cls, **_: path)
     backend: Any = SDPAImpl
     backend.forward = SDPAImpl.forward_cuda
 
+
+def build_model(geometry: Geometry, seed: int) -> Any:
+    """Build the transformer with random weights, in float32 on the CPU, ready to run."""
+    cpu_attention()
     torch.manual_seed(seed)
     width = geometry.heads * geometry.head_size
     model = CausalWanModel(
