@@ -3,6 +3,7 @@
 Every model runs three times, with `off`, `kernels` and `full`: the outputs must be the same.
 """
 
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -277,9 +278,7 @@ def lingbot_rollout(model: Any, dmd_block: Any, num_blocks: int) -> list[torch.T
     )
     runner = make_runner(pipeline)
     assert runner.kv_cache.session_capacity == 2
-    blocks = dmd_block.LingBotDMDBlockRunner(
-        model, device=torch.device("cpu"), enforce_eager=True
-    )
+    blocks = dmd_block.LingBotDMDBlockRunner(model, device=torch.device("cpu"), enforce_eager=True)
     generator = torch.Generator().manual_seed(2)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -386,3 +385,437 @@ def test_lingbot_is_the_same(backend, num_blocks, one_process):
         for mode in plugin.MODES
     }
     check_runs(runs, num_blocks * 3 * model.config.num_layers, backend)
+
+
+# ------------------------------------------------------------------------------------ the runner
+@pytest.fixture
+def full() -> Iterator[None]:
+    with plugged("full"), torch.no_grad():
+        yield
+
+
+def forward(
+    state: Any,
+    branch: str = "positive",
+    frames: int = 2,
+    commit: bool = True,
+    action_len: int = 0,
+    seed: int = 0,
+    stop_after: int | None = None,
+) -> torch.Tensor:
+    """One forward of a two-layer model that is nothing but attention; the last layer's output."""
+    from vllm_omni.experimental.ar_diffusion.kv_cache.paged_attention import paged_write_attn
+
+    generator = torch.Generator().manual_seed(seed)
+    caches = state.get_kv_caches(branch, seq_len=4 * frames, commit_current=commit)
+    caches[0].forward_ctx.prepare(torch.device("cpu"), action_len, 4 * frames + action_len)
+    out = torch.randn(4 * frames + action_len, 2, 8, generator=generator)
+    for layer in caches[:stop_after]:
+        rows, action = out[: 4 * frames], out[4 * frames :] if action_len else None
+        out = paged_write_attn(layer.to_layer_inputs(), out, rows, rows, action, action, 0.3)
+    if stop_after is not None:
+        raise RuntimeError("the model has failed")
+    if commit:
+        state.commit_paged_context(branch)
+    return out
+
+
+def both(state: Any, **arguments: Any) -> None:
+    for branch in state.kv_branch_names:
+        forward(state, branch, **arguments)
+
+
+@needs_vllm_omni
+def test_runner_sessions(full):
+    pipeline = Pipeline(spec())
+    runner = make_runner(pipeline)
+    cache = runner.kv_cache
+    assert isinstance(cache, ARDiffusionKVCache)
+    unused = cache.num_free_blocks
+    for session_id in ("a", "b", "a"):  # a is used last
+        with bound(runner, session_id):
+            both(pipeline.state)
+    assert list(runner._sessions) == ["b", "a"]
+    oldest = runner._sessions["b"]
+    assert pipeline.state is None
+    with bound(runner, "c"):
+        both(pipeline.state)
+    assert list(runner._sessions) == ["a", "c"]
+    assert pipeline.events == [("close", "b")]
+    cache.check_integrity()
+    with pytest.raises(LifecycleError, match="session 'b' is closed"):
+        oldest.get_kv_caches("positive", 8, False)
+
+    runner.reset_session("a")
+    assert pipeline.events[-1] == ("reset", "a")
+    with bound(runner, "a"):
+        assert pipeline.state.adapter("negative").completed_chunks == 0
+        both(pipeline.state)
+    for session_id in ("a", "c", "never opened"):
+        runner.close_session(session_id)
+    assert cache.num_free_blocks == unused
+
+
+@needs_vllm_omni
+def test_runner_releases_a_session_that_failed(full):
+    pipeline = Pipeline(spec())
+    runner = make_runner(pipeline)
+    unused = runner.kv_cache.num_free_blocks
+    with bound(runner, "a"):
+        both(pipeline.state)
+    with pytest.raises(RuntimeError, match="the model has failed"), bound(runner, "a"):
+        forward(pipeline.state, stop_after=1)
+    assert pipeline.events == [("close", "a")]
+    assert runner.kv_cache.num_free_blocks == unused
+    with bound(runner, "a"):
+        assert pipeline.state.adapter("positive").completed_chunks == 0
+        both(pipeline.state)
+
+
+@needs_vllm_omni
+def test_runner_overrides(full, monkeypatch):
+    monkeypatch.setenv("AR_DIFFUSION_KV_SCRATCH_BLOCKS_PER_BRANCH", "9")
+    pipeline = Pipeline(spec())
+    runner = make_runner(pipeline, window_chunks=5, sink_chunks=2, reset_at_boundary=True)
+    cache = runner.kv_cache
+    assert (cache.spec.window_chunks, cache.spec.sink_chunks) == (5, 2)
+    assert cache.scratch_blocks_per_kv_branch == 9
+    assert cache.scratch_block_ids("negative", 8, 1) == [cache.num_blocks_total - 1]
+    with bound(runner, "a"):
+        for _ in range(3):
+            both(pipeline.state)
+        assert pipeline.state.adapter("positive").completed_chunks == 6
+        assert len(cache.window_block_ids(pipeline.state.adapter("positive"))) == 2
+
+
+@needs_vllm_omni
+def test_runner_warms_up(full):
+    from vllm_omni.diffusion.worker.diffusion_model_runner import DiffusionModelRunner
+    from vllm_omni.platforms import current_omni_platform
+
+    class Warm(Pipeline):
+        def ar_diffusion_warmup_requests(self, session_id: str) -> Iterator[Any]:
+            for index in range(3):
+                extra = {"session_id": session_id, "reset": index == 0}
+                yield SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra))
+
+    pipeline = Warm(spec())
+    runner = make_runner(pipeline)
+    unused = runner.kv_cache.num_free_blocks
+    positions = []
+
+    def execute(self: Any, request: Any, **_: Any) -> None:
+        both(pipeline.state)
+        positions.append(pipeline.state.adapter("positive").completed_chunks)
+
+    with (
+        mock.patch.object(DiffusionModelRunner, "execute_model", execute),
+        mock.patch.object(type(current_omni_platform), "synchronize", create=True),
+    ):
+        runner._warmup_ar_rollout()
+    assert positions == [2, 4, 6]
+    assert [event for event, _ in pipeline.events] == ["reset", "close"]
+    assert runner.kv_cache.num_free_blocks == unused
+
+
+@needs_vllm_omni
+def test_memory_is_shared_out_as_vllm_omni_does():
+    found = {}
+    for mode in ("off", "full"):
+        with plugged(mode):
+            found[mode] = []
+            for kilobytes in range(20, 80, 3):
+                asked = spec(session_capacity=4, model_owned_state_bytes_per_session=1000)
+                try:
+                    cache = make_runner(Pipeline(asked), available_bytes=1000 * kilobytes).kv_cache
+                except ValueError:
+                    found[mode].append(None)
+                else:
+                    found[mode].append((cache.session_capacity, cache.num_blocks))
+    assert found["full"] == found["off"]
+    assert found["full"][0] is None
+    assert {capacity for capacity, _ in filter(None, found["full"])} == {1, 2, 3, 4}
+
+
+@needs_vllm_omni
+def test_a_failed_forward_can_be_tried_again(full):
+    pipeline = Pipeline(spec())
+    with bound(make_runner(pipeline), "a"):
+        state = pipeline.state
+        with pytest.raises(ValueError, match="`action_len` must be from 0 to 16"):
+            forward(state, action_len=99)
+        with pytest.raises(LifecycleError, match="'positive' never ran"):
+            state.commit_paged_context("positive")
+        forward(state, seed=1)
+        free = state.kv_cache.num_free_blocks
+        with pytest.raises(RuntimeError, match="the model has failed"):
+            forward(state, seed=2, stop_after=1)
+        again = forward(state, seed=2, commit=False)
+        assert state.kv_cache.num_free_blocks == free
+        assert torch.equal(forward(state, seed=2), again)  # denoise and commit see the same
+        assert state.adapter("positive").completed_chunks == 4
+        with pytest.raises(LifecycleError, match="must have a forward to commit, got none"):
+            state.commit_paged_context("positive")
+
+
+@needs_vllm_omni
+def test_a_forward_that_ran_is_not_dropped(full):
+    pipeline = Pipeline(spec())
+    with bound(make_runner(pipeline), "a"):
+        state = pipeline.state
+        with mock.patch.object(state, "commit_paged_context"):
+            forward(state)
+        with pytest.raises(LifecycleError, match="must be committed before the next"):
+            state.get_kv_caches("positive", 8, False)
+        state.commit_paged_context("positive")
+        assert state.adapter("positive").completed_chunks == 2
+
+
+@needs_vllm_omni
+def test_what_outlives_a_reset_is_stale(full):
+    from vllm_omni.experimental.ar_diffusion.kv_cache.paged_attention import paged_write_attn
+
+    pipeline = Pipeline(spec())
+    with bound(make_runner(pipeline), "a"):
+        state = pipeline.state
+        layer = state.get_kv_caches("positive", 8, True)[0]
+        layer.forward_ctx.prepare(torch.device("cpu"), 0, 8)
+        inputs = layer.to_layer_inputs()
+        state.reset()
+        with pytest.raises(StaleContextError):
+            layer.to_layer_inputs()
+        with pytest.raises(StaleContextError):
+            layer.forward_ctx.prepare(torch.device("cpu"), 0, 8)
+        rows = torch.ones(8, 2, 8)
+        with pytest.raises(StaleContextError):
+            paged_write_attn(inputs, rows, rows, rows, None, None, 1.0)
+        assert (state.kv_cache.key_cache(0) == 1).all(-1).sum() == 0
+
+
+@needs_vllm_omni
+def test_branches_of_one_local_index(full):
+    from vllm_omni.experimental.ar_diffusion.capability import ARDiffusionKVBranchSpec
+
+    names = ("positive", "negative")
+    pipeline = Pipeline(spec(kv_branches=tuple(ARDiffusionKVBranchSpec(n, 0) for n in names)))
+    runner = make_runner(pipeline)
+    unused = runner.kv_cache.num_free_blocks
+    with bound(runner, "a"):
+        state = pipeline.state
+        contexts = {name: state.get_kv_caches(name, 8, True) for name in names}
+        assert len(contexts) == 2  # a worker asks for both, and runs one
+        forward(state, "negative")
+        with pytest.raises(LifecycleError, match="must not run on the same worker"):
+            forward(state, "positive")
+        state.reset()
+        forward(state, "positive")
+    runner.close_session("a")
+    assert runner.kv_cache.num_free_blocks == unused
+    with bound(runner, "a"):
+        pass
+
+
+@needs_vllm_omni
+def test_cross_attention(full):
+    pipeline = Pipeline(spec())
+    runner = make_runner(pipeline)
+
+    def layers(fill: float, *, heads: int = 3, count: int = 2) -> Pairs:
+        for layer in range(count):
+            yield torch.full((1, 5, heads, 8), fill + layer), torch.full((1, 5, heads, 8), -fill)
+
+    def failing() -> Pairs:
+        yield from layers(9.0, count=1)
+        raise RuntimeError("projection")
+
+    with bound(runner, "a"):
+        state = pipeline.state
+        with pytest.raises(LifecycleError, match="must be populated before they are read"):
+            state.get_cross_attention_kv("positive", "text")
+        state.populate_cross_attention("positive", "text", layers(1.0))
+        assert not state.is_cross_attention_populated("negative", "text")
+        for refused in (layers(2.0, heads=2), layers(2.0, count=1), layers(2.0, count=3)):
+            with pytest.raises(ValueError, match="must have"):
+                state.populate_cross_attention("positive", "text", refused)
+        with pytest.raises(RuntimeError, match="projection"):
+            state.populate_cross_attention("positive", "text", failing())
+        first, second = state.get_cross_attention_kv("positive", "text")
+        assert first["is_init"] is True
+        assert first["k"].shape == (1, 5, 3, 8)
+        assert first["k"].unique().tolist() == [1]
+        assert second["k"].unique().tolist() == [2]
+        assert second["v"].unique().tolist() == [-1]
+        for call in (
+            lambda: state.is_cross_attention_populated("positive", "image"),
+            lambda: state.is_cross_attention_populated("left", "text"),
+            lambda: state.reset(keep_cross_attention=("image",)),
+        ):
+            with pytest.raises(KeyError, match="must be one of"):
+                call()
+        state.reset(keep_cross_attention=("text",))
+        assert state.is_cross_attention_populated("positive", "text")
+        forward(state)
+        state.clear_cross_attention()
+        assert not state.is_cross_attention_populated("positive", "text")
+        assert state.adapter("positive").completed_chunks == 2  # the history stays
+        state.populate_cross_attention("positive", "text", layers(1.0))
+        state.reset()
+        assert not state.is_cross_attention_populated("positive", "text")
+    cache = runner.kv_cache
+    for session_id in ("x", "y"):
+        cache.populate_cross_attention(session_id, "text", "positive", layers(1.0))
+    with pytest.raises(PoolExhaustedError, match="`session_capacity` is 2"):
+        cache.populate_cross_attention("z", "text", "positive", layers(1.0))
+
+
+@needs_vllm_omni
+def test_a_captured_layer_counts_when_it_is_handed_out(full):
+    """A CUDA graph writes without calling the op."""
+    pipeline = Pipeline(spec())
+    with bound(make_runner(pipeline), "a"):
+        state = pipeline.state
+        state.kv_cache.writes._captured.update((0, 1))
+        layers = state.get_kv_caches("positive", 8, True)
+        layers[0].forward_ctx.prepare(torch.device("cpu"), 0, 8)
+        layers[0].to_layer_inputs()
+        with pytest.raises(LifecycleError, match=r"got none for layers \[1\]"):
+            state.commit_paged_context("positive")
+        layers = state.get_kv_caches("positive", 8, True)
+        layers[0].forward_ctx.prepare(torch.device("cpu"), 0, 8)
+        for layer in layers:
+            layer.to_layer_inputs()
+        state.commit_paged_context("positive")
+
+
+@needs_vllm_omni
+def test_faults_side_by_side(capsys):
+    from chunkattn.integrations import faults
+
+    with plugged("kernels"), torch.no_grad():
+        theirs, ours = faults.managers()
+        assert [faults.judge(fault, theirs).accepted for fault in faults.FAULTS] == [True] * 7
+        verdicts = [faults.judge(fault, ours) for fault in faults.FAULTS]
+        assert [verdict.accepted for verdict in verdicts] == [False] * 7
+        assert sum(verdict.says.startswith("refuses: ") for verdict in verdicts) == 6
+        assert faults.main() == 0
+    printed = capsys.readouterr().out
+    assert printed.count("vllm-omni accepts: ") == 7
+    assert printed.count("chunkattn ") == 7
+    with plugged("full"), pytest.raises(RuntimeError, match="must not be full here"):
+        faults.managers()
+
+
+# ------------------------------------------------------------------------------------ the plug-in
+def test_off_imports_nothing():
+    code = (
+        "import sys; from chunkattn.integrations import vllm_omni; vllm_omni.register(); "
+        "print({m.partition('.')[0] for m in sys.modules} & {'torch', 'triton', 'vllm', "
+        "'vllm_omni'} or 'nothing', vllm_omni.active)"
+    )
+    environment = {"PATH": "", "PYTHONPATH": str(ROOT)}  # the switch is not set
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "nothing off", done.stderr
+
+
+def test_the_entry_point():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["vllm.general_plugins"]["chunkattn"].partition(":")
+    assert module == plugin.__name__
+    assert getattr(plugin, name) is plugin.register
+
+
+def test_unknown_modes_are_refused(monkeypatch):
+    monkeypatch.setenv(plugin.ENV, "on")
+    with pytest.raises(ValueError, match=r"must be one of off, kernels, full, got 'on'"):
+        plugin.register()
+    monkeypatch.setenv(plugin.ENV, "kernels")
+    monkeypatch.setattr(plugin, "active", "full")
+    with pytest.raises(RuntimeError, match="must stay 'full' in this process, got 'kernels'"):
+        plugin.register()
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.30.1", "0.31.0"])
+def test_unknown_versions_are_refused(version, monkeypatch):
+    monkeypatch.setenv(plugin.ENV, "full")
+    monkeypatch.setattr(plugin.importlib.metadata, "version", lambda name: version)
+    with pytest.raises(NotImplementedError, match=rf"must be 0\.30\.0 .* got {version}"):
+        plugin.register()
+    assert plugin.active == "off"
+
+
+def test_a_missing_vllm_omni_is_named(monkeypatch):
+    def missing(name: str) -> str:
+        raise plugin.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setenv(plugin.ENV, "kernels")
+    monkeypatch.setattr(plugin.importlib.metadata, "version", missing)
+    with pytest.raises(ImportError, match="needs vllm-omni 0.30.0"):
+        plugin.register()
+
+
+@needs_vllm_omni
+def test_changed_signatures_are_refused(monkeypatch):
+    from vllm_omni.experimental.ar_diffusion import runner
+    from vllm_omni.experimental.ar_diffusion.kv_cache import manager, state
+
+    from chunkattn.integrations import omni_op
+
+    def changed(self: Any, kv_branch: str, seq_len: int = 0, commit_current: bool = False) -> None:
+        pass
+
+    def write_attend(query: torch.Tensor) -> torch.Tensor:
+        return query
+
+    before = [vars(module).copy() for module in (runner, manager, state)]
+    for where, name, value, message in (
+        (state.ARDiffusionKVState, "get_kv_caches", changed, "get_kv_caches must take"),
+        (manager.ARDiffusionKVCache, "defragment", changed, "ARDiffusionKVCache.defragment is new"),
+        (omni_op, "write_attend", write_attend, "the op must be"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(plugin.ENV, "full")
+            patch.setattr(where, name, value, raising=False)
+            patch.setattr(omni_op, "MUTATED", ()) if where is omni_op else None
+            serve = mock.Mock()
+            patch.setattr(plugin, "serve_op", serve)
+            with pytest.raises(NotImplementedError, match=message):
+                plugin.register()
+            serve.assert_not_called()
+        assert plugin.active == "off"
+    assert [vars(module) for module in (runner, manager, state)] == before
+
+
+@needs_vllm_omni
+def test_one_line_says_what_is_active():
+    with mock.patch.object(plugin.logger, "info") as info, plugged("full", "auto"):
+        plugin.register()  # again: vLLM may load a plug-in more than once
+    (call,) = info.call_args_list
+    message = call.args[0] % call.args[1:]
+    backend = "triton" if torch.cuda.is_available() else "torch"
+    for part in ("vllm-omni 0.30.0", f"{plugin.ENV}=full", f"backend {backend} (auto)"):
+        assert part in message
+    assert torch.__version__ in message
+
+
+@needs_vllm_omni
+def test_modules_imported_after_the_plugin_find_ours():
+    runner = "vllm_omni.experimental.ar_diffusion.runner"
+    with mock.patch.dict(sys.modules), plugged("full"):
+        sys.modules.pop(runner, None)
+        later = importlib.import_module(runner)
+        assert issubclass(later.ARDiffusionKVCache, ARDiffusionKVCache)
+        assert later.ARDiffusionKVState.__module__ == "chunkattn.integrations.omni_cache"
+
+
+@needs_vllm_omni
+def test_slots_that_are_neighbours_are_not_copied():
+    from chunkattn.integrations.omni_op import _joined
+
+    slots = torch.arange(10, dtype=torch.int32)
+    joined = _joined(slots[2:5], slots[5:9])
+    assert joined.data_ptr() == slots[2:].data_ptr()
+    assert joined.tolist() == [2, 3, 4, 5, 6, 7, 8]
+    assert _joined(slots[2:4], slots[5:7]).tolist() == [2, 3, 5, 6]
+    assert _joined(slots[:2], slots.long()[2:4]).tolist() == [0, 1, 2, 3]

@@ -5,6 +5,7 @@ see its own layer contexts and layer inputs: they test for these types.
 """
 
 import logging
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -92,6 +93,9 @@ class ARDiffusionKVCache(core.ARDiffusionKVCache):
             name: CrossAttentionSpec(length, self.cross_attention_kv_heads[name])
             for name, length in self.cross_attention_lengths.items()
         }
+        self._runs_as: weakref.WeakKeyDictionary[ARDiffusionRequestAdapter, str] = (
+            weakref.WeakKeyDictionary()
+        )
         self._cross: dict[tuple[str, str, str], NamedCrossAttention] = {}
         self.requested_session_capacity = session_capacity
         self.frames_per_block = frames_per_block
@@ -185,12 +189,19 @@ class ARDiffusionKVCache(core.ARDiffusionKVCache):
             logger.warning("session_capacity %d lowered to the %d that fit", asked, capacity)
         return (budget - outside(capacity)) // page_size, capacity
 
-    def branch_of(self, adapter: ARDiffusionRequestAdapter) -> tuple[Session, int]:
+    def branch_of(self, adapter: ARDiffusionRequestAdapter, kv_branch: str) -> tuple[Session, int]:
         """The session that owns a request, and the local branch that it is.
 
         Raises:
             StaleContextError: none does, or no longer.
+            LifecycleError: it runs under another name, one that shares the local index.
         """
+        runs = self._runs_as.setdefault(adapter, kv_branch)
+        if runs != kv_branch:
+            raise LifecycleError(
+                f"branches {runs!r} and {kv_branch!r} must not run on the same worker: they share "
+                f"local index {self.local_index(kv_branch)}"
+            )
         for session in self._sessions.values():
             for index in range(self.local_branches):
                 if session.adapter(index) is adapter:
@@ -330,7 +341,7 @@ class ARDiffusionPagedForwardContext(paged_attention.ARDiffusionPagedForwardCont
             )
         if self._forward is not None:
             return
-        session, branch = self.kv_cache.branch_of(self.adapter)
+        session, branch = self.kv_cache.branch_of(self.adapter, self.kv_branch)
         if query_len != self.seq_len + action_len:
             raise ValueError(
                 f"`query_len` must be {self.seq_len} + {action_len}, the span and its action "
@@ -452,7 +463,6 @@ class ARDiffusionKVState:
         self.session_id = session_id
         self.num_layers = num_layers
         self._pending: dict[str, ARDiffusionPagedForwardContext] = {}
-        self._name_that_runs: dict[int, str] = {}
         # Branches that share a local index never run on the same worker: one request is enough.
         first = {kv_cache.local_index(name): adapters[name] for name in reversed(names)}
         self._session = kv_cache.open_session(session_id, [first[i] for i in sorted(first)])
@@ -525,16 +535,9 @@ class ARDiffusionKVState:
         Raises:
             LifecycleError: there is none, or it did not write every layer.
         """
-        local = self.kv_cache.local_index(kv_branch)
         self.adapter(kv_branch)
         if kv_branch not in self._pending:
             raise LifecycleError(f"branch {kv_branch!r} must have a forward to commit, got none")
-        runs = self._name_that_runs.setdefault(local, kv_branch)
-        if runs != kv_branch:
-            raise LifecycleError(
-                f"branches {runs!r} and {kv_branch!r} must not run on the same worker: they share "
-                f"local index {local}"
-            )
         self._pending.pop(kv_branch).commit()
 
     def is_cross_attention_populated(self, kv_branch: str, cache_name: str) -> bool:
@@ -591,4 +594,3 @@ class ARDiffusionKVState:
         for forward in self._pending.values():
             forward.abandon()
         self._pending.clear()
-        self._name_that_runs.clear()

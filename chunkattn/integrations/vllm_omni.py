@@ -67,8 +67,7 @@ def register() -> None:
     if faults:
         raise NotImplementedError(f"vllm-omni {version} is not what `{ENV}` knows: {faults[0]}")
 
-    for device_type in ("cpu", "cuda"):  # one by one: torch 2.13 confuses the devices of a list
-        torch.library.register_kernel(omni_op.NAME, device_type, omni_op.write_attend)
+    serve_op()
     for theirs, ours in classes.items():
         _put_in_place_of(theirs, ours)
     active = mode
@@ -82,6 +81,17 @@ def register() -> None:
         " (auto)" if backend == "auto" else "",
         torch.__version__,
     )
+
+
+def serve_op() -> None:
+    """Have vllm-omni's op computed by `omni_op.write_attend`, for the rest of the process."""
+    import torch
+
+    from chunkattn.integrations import omni_op
+
+    importlib.import_module(f"{_KV_CACHE}.paged_attention")
+    for device_type in ("cpu", "cuda"):  # one by one: torch 2.13 confuses the devices of a list
+        torch.library.register_kernel(omni_op.NAME, device_type, omni_op.write_attend)
 
 
 def _checked_version() -> str:
