@@ -329,8 +329,9 @@ class Run:
     """The outputs of a model, and how often our op ran for them."""
 
     def __init__(self, mode: str, backend: str, play: Callable[[], list[torch.Tensor]]) -> None:
-        from chunkattn import ops
         from vllm_omni.experimental.ar_diffusion import runner
+
+        from chunkattn import ops
 
         with (
             plugged(mode, backend),
@@ -726,11 +727,15 @@ def test_the_entry_point():
     assert getattr(plugin, name) is plugin.register
 
 
+@needs_vllm_omni
 def test_unknown_modes_are_refused(monkeypatch):
     monkeypatch.setenv(plugin.ENV, "on")
     with pytest.raises(ValueError, match=r"must be one of off, kernels, full, got 'on'"):
         plugin.register()
     monkeypatch.setenv(plugin.ENV, "kernels")
+    monkeypatch.setenv("CHUNKATTN_BACKEND", "cuda")
+    with pytest.raises(ValueError, match=r"`CHUNKATTN_BACKEND` must be one of .* got 'cuda'"):
+        plugin.register()
     monkeypatch.setattr(plugin, "active", "full")
     with pytest.raises(RuntimeError, match="must stay 'full' in this process, got 'kernels'"):
         plugin.register()
@@ -806,7 +811,7 @@ def test_modules_imported_after_the_plugin_find_ours():
         sys.modules.pop(runner, None)
         later = importlib.import_module(runner)
         assert issubclass(later.ARDiffusionKVCache, ARDiffusionKVCache)
-        assert later.ARDiffusionKVState.__module__ == "chunkattn.integrations.omni_cache"
+        assert later.ARDiffusionKVState.__module__ == "chunkattn.integrations.omni_state"
 
 
 @needs_vllm_omni

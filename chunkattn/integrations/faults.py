@@ -1,4 +1,4 @@
-"""Faults of vllm-omni 0.30.0's K/V manager, beside ours: ``python -m chunkattn.integrations.faults``.
+"""Faults of vllm-omni 0.30.0's K/V manager, beside ours: ``-m chunkattn.integrations.faults``.
 
 Both managers are driven by the same calls, through the methods that vllm-omni's runner and models
 use. vllm-omni accepts each sequence, and history or attention is wrong afterwards; ours refuses.
@@ -176,12 +176,12 @@ def managers() -> tuple[Manager, Manager]:
     from vllm_omni.experimental.ar_diffusion.kv_cache.manager import ARDiffusionKVCache
     from vllm_omni.experimental.ar_diffusion.kv_cache.state import ARDiffusionKVState
 
-    from chunkattn.integrations import omni_cache, vllm_omni
+    from chunkattn.integrations import omni_cache, omni_state, vllm_omni
 
     if vllm_omni.active == "full":
         raise RuntimeError(f"`{vllm_omni.ENV}` must not be full here: nothing is left to compare")
     vllm_omni.serve_op()
-    ours = Manager(omni_cache.ARDiffusionKVCache, omni_cache.ARDiffusionKVState)
+    ours = Manager(omni_cache.ARDiffusionKVCache, omni_state.ARDiffusionKVState)
     return Manager(ARDiffusionKVCache, ARDiffusionKVState), ours
 
 

@@ -53,12 +53,10 @@ def register() -> None:
 
     import torch
 
-    from chunkattn import __version__, ops
+    from chunkattn import __version__
     from chunkattn.integrations import omni_op
 
-    backend = omni_op.backend_asked()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    resolved = ops.resolve_backend(backend, device, head_size=128)
+    backend = _checked_backend(omni_op.backend_asked())
     importlib.import_module(f"{_KV_CACHE}.paged_attention")
     faults = list(_op_faults())
     classes = _classes() if mode == "full" else {}
@@ -72,13 +70,12 @@ def register() -> None:
         _put_in_place_of(theirs, ours)
     active = mode
     logger.info(
-        "chunkattn %s is active in vllm-omni %s: %s=%s, backend %s%s, torch %s",
+        "chunkattn %s is active in vllm-omni %s: %s=%s, backend %s, torch %s",
         __version__,
         version,
         ENV,
         mode,
-        resolved,
-        " (auto)" if backend == "auto" else "",
+        backend,
         torch.__version__,
     )
 
@@ -108,15 +105,32 @@ def _checked_version() -> str:
     return version
 
 
+def _checked_backend(asked: str) -> str:
+    """The backend in words. Starts no CUDA context: this process may fork its workers."""
+    import torch
+    from vllm.platforms import current_platform
+
+    from chunkattn import ops
+
+    if asked not in ops.BACKENDS:
+        raise ValueError(
+            f"`CHUNKATTN_BACKEND` must be one of {', '.join(ops.BACKENDS)}, got {asked!r}"
+        )
+    if asked != "auto":
+        return asked
+    device = torch.device("cuda" if current_platform.is_cuda_alike() else "cpu")
+    return f"{ops.resolve_backend('auto', device, head_size=128)} (auto)"
+
+
 def _classes() -> dict[type, type]:
     """vllm-omni's classes, and ours in their place."""
-    from chunkattn.integrations import omni_cache
+    from chunkattn.integrations import omni_cache, omni_state
     from chunkattn.manager import ARDiffusionRequestAdapter
 
     ours = {
         "manager": (omni_cache.ARDiffusionKVCache, ARDiffusionRequestAdapter),
-        "state": (omni_cache.ARDiffusionKVState,),
-        "paged_attention": (omni_cache.ARDiffusionPagedForwardContext,),
+        "state": (omni_state.ARDiffusionKVState,),
+        "paged_attention": (omni_state.ARDiffusionPagedForwardContext,),
     }
     return {
         getattr(importlib.import_module(f"{_KV_CACHE}.{module}"), cls.__name__): cls
