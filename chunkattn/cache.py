@@ -330,28 +330,14 @@ class ARDiffusionKVCache(Requests):
         return self._flat_values[layer_idx]
 
     # -- sessions ----------------------------------------------------------------------------------
-    def open_session(
-        self, session_id: str, adapters: Sequence[ARDiffusionRequestAdapter] = ()
-    ) -> "Session":
+    def open_session(self, session_id: str) -> "Session":
         """Open a rollout: one request a local branch.
 
-        Args:
-            session_id: a new id.
-            adapters: the requests, where they have begun: the session owns them from now on.
-
         Raises:
-            ValueError: ``adapters`` are not one a local branch.
-            LifecycleError: a session of that id is open, or one of ``adapters`` has ended.
+            LifecycleError: a session of that id is open.
             PoolExhaustedError: ``session_capacity`` sessions are open.
         """
-        if adapters and len(adapters) != self.local_branches:
-            raise ValueError(
-                f"`adapters` must be one for each of {self.local_branches} local branches, got "
-                f"{len(adapters)}"
-            )
-        for adapter in adapters:
-            self._check_live(adapter)
-        return self.admit_session(session_id, adapters=adapters)
+        return self.admit_session(session_id)
 
     @locked
     def admit_session(
@@ -360,9 +346,18 @@ class ARDiffusionKVCache(Requests):
         source: "Session | None" = None,
         adapters: Sequence[ARDiffusionRequestAdapter] = (),
     ) -> "Session":
-        """`open_session`, or a fork of ``source``."""
+        """`open_session`; or a fork of ``source``; or one that takes over ``adapters``, requests
+        that have begun, one a local branch.
+        """
         from chunkattn.session import Session
 
+        if adapters and len(adapters) != self.local_branches:
+            raise ValueError(
+                f"`adapters` must be one for each of {self.local_branches} local branches, got "
+                f"{len(adapters)}"
+            )
+        for adapter in adapters:
+            self._check_live(adapter)
         if session_id in self._sessions:
             raise LifecycleError(f"`session_id` must be new, got {session_id!r}, which is open")
         if len(self._sessions) >= self.session_capacity:

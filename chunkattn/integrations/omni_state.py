@@ -164,7 +164,8 @@ class ARDiffusionKVState:
         self._pending: dict[str, ARDiffusionPagedForwardContext] = {}
         # Branches that share a local index never run on the same worker: one request is enough.
         first = {kv_cache.local_index(name): adapters[name] for name in reversed(names)}
-        self._session = kv_cache.open_session(session_id, [first[i] for i in sorted(first)])
+        owned = [first[index] for index in sorted(first)]
+        self._session = kv_cache.admit_session(session_id, adapters=owned)
         for name in names:
             if adapters[name] is not self.adapter(name):
                 kv_cache.end_request(adapters[name])
