@@ -156,3 +156,33 @@ def test_faults_side_by_side(capsys):
     assert printed.count("chunkattn ") == 7
     with plugged("full"), pytest.raises(RuntimeError, match="must not be full here"):
         faults.managers()
+
+
+@needs_vllm_omni
+def test_the_op_refuses_a_query_of_another_dtype():
+    pool, slots = torch.zeros(8, 1, 8), torch.arange(4, dtype=torch.int32)
+    rows, ends = torch.ones(4, 1, 8), torch.tensor([0, 4], dtype=torch.int32)
+    plan = (slots, slots[:0], torch.zeros(1, 2, dtype=torch.int32), ends, ends[1:], 4, 4, 1.0)
+    with plugged("kernels"):
+        op = torch.ops.vllm_omni.ar_diffusion_paged_write_attn
+        for query in (rows.half(), rows.double()):
+            with pytest.raises(TypeError, match="`query` must have the dtype of the pools"):
+                op(
+                    query,
+                    rows,
+                    rows,
+                    None,
+                    None,
+                    pool,
+                    pool.clone(),
+                    4,
+                    *plan,
+                    None,
+                    None,
+                    False,
+                    0,
+                )
+        assert not pool.any()
+        out = op(rows, rows, rows, None, None, pool, pool.clone(), 4, *plan, None, None, False, 0)
+    assert torch.allclose(out, rows)
+    assert pool[:4].all()

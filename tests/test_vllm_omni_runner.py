@@ -1,5 +1,6 @@
 """Sessions of vllm-omni's real runner on our cache: `full`, under a small pipeline."""
 
+import shutil
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -309,3 +310,34 @@ def test_a_captured_layer_counts_when_it_is_handed_out(full):
         for layer in layers:
             layer.to_layer_inputs()
         state.commit_paged_context("positive")
+
+
+@pytest.mark.slow
+@needs_vllm_omni
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
+def test_compiled_layers_count_as_written(full):
+    """One graph for growth and slide; the compiled code calls the op with the cache's own pools."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+    from vllm_omni.experimental.ar_diffusion.kv_cache.paged_attention import paged_write_attn
+
+    def layers(caches: list[Any], out: torch.Tensor) -> torch.Tensor:
+        for cache in caches:
+            out = paged_write_attn(cache, 2 * out, out, out, None, None, 0.3)
+        return out
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(layers, backend=counter, fullgraph=True)
+    pipeline = Pipeline(spec())
+    with bound(make_runner(pipeline), "a"):
+        state = pipeline.state
+        for index in range(5):
+            rows, outputs = torch.randn(8, 2, 8), []
+            for run, commit in ((layers, False), (compiled, True)):
+                caches = state.get_kv_caches("positive", 8, commit)
+                caches[0].forward_ctx.prepare(torch.device("cpu"), 0, 8)
+                outputs.append(run([cache.to_layer_inputs() for cache in caches], rows))
+            state.commit_paged_context("positive")
+            torch.testing.assert_close(*outputs)
+            assert state.adapter("positive").completed_chunks == 2 * (index + 1)
+    assert counter.frame_count == 1

@@ -27,7 +27,8 @@ class Writes:
     that was captured in one counts as written when its arguments are handed out.
 
     Attributes:
-        forward: the forward in flight; None where none is, and then the op refuses the pools.
+        forward: the one that was prepared last: a worker runs one after the other. None where none
+            is in flight, and then the op refuses the pools.
     """
 
     def __init__(self, key_pools: list[Tensor]) -> None:

@@ -40,12 +40,12 @@ class ARDiffusionPagedForwardContext(paged_attention.ARDiffusionPagedForwardCont
             )
         if self._forward is not None:
             return
-        session, branch = self.kv_cache.branch_of(self.adapter, self.kv_branch)
         if query_len != self.seq_len + action_len:
             raise ValueError(
                 f"`query_len` must be {self.seq_len} + {action_len}, the span and its action "
                 f"rows, got {query_len}"
             )
+        session, branch = self.kv_cache.branch_of(self.adapter, self.kv_branch)
         forward = session.forward(
             branch=branch, seq_len=self.seq_len, commit=self.commit_current, action_len=action_len
         )
@@ -96,11 +96,11 @@ class ARDiffusionPagedForwardContext(paged_attention.ARDiffusionPagedForwardCont
         Raises:
             LifecycleError: a commit forward that did not write every layer. It is aborted.
         """
+        self._ended = True
         if self._forward is None and self.commit_current:
             raise LifecycleError(
                 f"a commit must write every layer, got none: branch {self.kv_branch!r} never ran"
             )
-        self._ended = True
         if self._forward is not None:
             self._release_pools()
             self._forward.__exit__(None, None, None)
