@@ -27,11 +27,14 @@ class Branch:
         index: int,
         request_id: str,
         source: "Branch | None" = None,
+        adapter: "ARDiffusionRequestAdapter | None" = None,
     ) -> None:
         self.cache = cache
         self.index = index
-        self.request_id = request_id
-        if source is None:
+        self.request_id = request_id if adapter is None else adapter.request_id
+        if adapter is not None:
+            self.adapter = adapter
+        elif source is None:
             self.adapter = cache.begin_request(request_id)
         else:
             self.adapter = cache.fork_request(source.adapter, request_id)

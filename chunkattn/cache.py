@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -407,11 +407,24 @@ class ARDiffusionKVCache(Requests):
 
     @locked
     def admit_session(
-        self, session_id: str, source: "Session | None" = None, evict_idle: bool = False
+        self,
+        session_id: str,
+        source: "Session | None" = None,
+        evict_idle: bool = False,
+        adapters: Sequence[ARDiffusionRequestAdapter] = (),
     ) -> "Session":
-        """`open_session`, or a fork of ``source``."""
+        """`open_session`; or a fork of ``source``; or one that takes over ``adapters``, requests
+        that have begun, one a local branch.
+        """
         from chunkattn.session import Session
 
+        if adapters and len(adapters) != self.local_branches:
+            raise ValueError(
+                f"`adapters` must be one for each of {self.local_branches} local branches, got "
+                f"{len(adapters)}"
+            )
+        for adapter in adapters:
+            self._check_live(adapter)
         if session_id in self._sessions:
             raise LifecycleError(f"`session_id` must be new, got {session_id!r}, which is open")
         if len(self._sessions) >= self.session_capacity:
@@ -424,7 +437,7 @@ class ARDiffusionKVCache(Requests):
             evicted = min(idle, key=lambda session: session.last_used)
             logger.info("session %r makes room for %r", evicted.session_id, session_id)
             evicted.close()
-        session = Session(self, session_id, source)
+        session = Session(self, session_id, source, adapters)
         self._sessions[session_id] = session
         return session
 

@@ -142,8 +142,17 @@ class ForwardContext:
         if self._borrows:
             cache.release_uncommitted(adapter)
         if self.commit and kind is None:
-            missing = sorted(set(range(self._num_layers)) - self._written)
+            missing = self.missing_layers
             raise LifecycleError(f"a commit must write every layer, got none for layers {missing}")
+
+    def abort(self) -> None:
+        """End the forward as an exception does, for hosts without ``with``."""
+        self.__exit__(LifecycleError, None, None)
+
+    @property
+    def missing_layers(self) -> list[int]:
+        """Layers that have not been written."""
+        return sorted(set(range(self.session.cache.num_layers)) - self._written)
 
     def _check_usable(self) -> None:
         if self._side.open_forward is not self:

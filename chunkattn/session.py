@@ -61,7 +61,11 @@ class Session:
     """
 
     def __init__(
-        self, cache: "ARDiffusionKVCache", session_id: str, source: "Session | None" = None
+        self,
+        cache: "ARDiffusionKVCache",
+        session_id: str,
+        source: "Session | None" = None,
+        adapters: "Sequence[ARDiffusionRequestAdapter]" = (),
     ) -> None:
         self.cache = cache
         self.session_id = session_id
@@ -73,7 +77,9 @@ class Session:
         try:
             for index in range(cache.local_branches):
                 origin = source._branches[index] if source else None
-                self._branches.append(Branch(cache, index, f"{session_id}::branch{index}", origin))
+                begun = adapters[index] if adapters else None
+                name = f"{session_id}::branch{index}"
+                self._branches.append(Branch(cache, index, name, origin, begun))
         except LifecycleError:  # a live request of that name: leave none of ours behind
             for branch in self._branches:
                 branch.end()

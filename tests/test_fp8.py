@@ -308,3 +308,51 @@ def test_refused_biases(bias, error):
     table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([2])
     with pytest.raises(error, match=r"`block_bias` must .*, got "):
         chunkattn.paged_window_attention(rows, pool, pool, table, lens, block_bias=bias)
+
+
+def test_sink_and_current_rows_in_16_bits(target):
+    """A window in fp8 beside a sink and current rows that stay as they are, made one by their lse."""
+    whole = make_case(
+        seq_lens=[5 * 64],
+        query_lens=[9],
+        current_lens=[7],
+        block_size=64,
+        dtype=torch.float16,
+        device=target.device,
+    )
+    table, backend = whole.block_table, target.backend
+    sink, window = table[:, :2].contiguous(), table[:, 2:5].contiguous()
+    pools, scales = [], []
+    for pool in (whole.key_pool, whole.value_pool):
+        low = torch.zeros(pool.shape, dtype=FP8, device=target.device)
+        scales.append(torch.ones(pool.shape[0], pool.shape[2], device=target.device))
+        pools.append(low)
+    blocks = window[0].long()
+    slots = (blocks[:, None] * 64 + torch.arange(64, device=target.device)).flatten()
+    rows = (pool[blocks].flatten(0, 1) for pool in (whole.key_pool, whole.value_pool))
+    names = ("key_scale", "value_scale")
+    chunkattn.scatter_kv(
+        *rows, *pools, slots, **dict(zip(names, scales, strict=True)), backend=backend
+    )
+    options = {"return_lse": True, "backend": backend}
+    lens = [torch.tensor([64 * n], device=target.device) for n in (2, 3)]
+    states = (
+        chunkattn.paged_window_attention(
+            whole.query, whole.key_pool, whole.value_pool, sink, lens[0], **options
+        ),
+        chunkattn.paged_window_attention(
+            whole.query,
+            *pools,
+            window,
+            lens[1],
+            key_current=whole.key_current,
+            value_current=whole.value_current,
+            **dict(zip(names, scales, strict=True)),
+            **options,
+        ),
+    )
+    out, _ = chunkattn.merge_states(*zip(*states, strict=True))
+    expected = chunkattn.paged_window_attention(**whole.arguments(), backend=backend)
+    # e4m3 has a step of 1/16 at most; attention averages it over 327 keys.
+    assert (out - expected).abs().max() < 0.05
+    assert (out - expected).abs().mean() < 0.01

@@ -518,6 +518,7 @@ def test_sdist_and_wheel_hold_every_file_once(tmp_path):
     assert sorted(held) == sorted([*expected, "chunkattn/py.typed"])
     assert "License-Expression: Apache-2.0" in texts["METADATA"]
     assert "chunkattn = chunkattn.cli:main" in texts["entry_points.txt"]
+    assert "chunkattn = chunkattn.integrations.vllm_omni:register" in texts["entry_points.txt"]
 
 
 @pytest.mark.slow

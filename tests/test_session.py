@@ -359,3 +359,38 @@ def test_branches_commit_by_themselves():
     for rollout in (positive, negative):
         rollout.forward()
         rollout.check_blocks()
+
+
+# -- hosts that begin requests themselves, or cannot use `with` -----------------------------------
+def test_a_session_takes_over_requests():
+    cache = make_cache(local_branches=2, session_capacity=2)
+    begun = [cache.begin_request(f"host::{name}") for name in ("positive", "negative")]
+    with pytest.raises(ValueError, match="one for each of 2 local branches, got 1"):
+        cache.admit_session("a", adapters=begun[:1])
+    session = cache.admit_session("a", adapters=begun)
+    assert [session.adapter(branch) for branch in (0, 1)] == begun
+    session.reset()
+    assert [session.adapter(branch).request_id for branch in (0, 1)] == [
+        "host::positive",
+        "host::negative",
+    ]
+    with pytest.raises(LifecycleError, match="'host::positive' has ended"):
+        cache.admit_session("b", adapters=begun)
+    session.close()
+    cache.check_integrity()
+    assert not cache._adapters
+
+
+def test_abort_is_what_an_exception_does():
+    rollout = start(1, layers=2)
+    cache, before = rollout.cache, state(rollout.cache)
+    fwd = rollout.session.forward(seq_len=4, commit=True).__enter__()
+    assert fwd.missing_layers == list(range(cache.num_layers))
+    fwd.mark_layer_written(0)
+    assert fwd.missing_layers == list(range(1, cache.num_layers))
+    assert state(cache) != before
+    fwd.abort()
+    assert state(cache) == before
+    with pytest.raises(StaleContextError):
+        fwd.mark_layer_written(1)
+    fwd.abort()  # a no-op

@@ -97,6 +97,15 @@ def one_process() -> Iterator[None]:
             destroy_distributed_environment()
 
 
+def cpu_attention() -> None:
+    """Give the models' other attention vllm-omni's own SDPA backend: it knows no CPU platform."""
+    platform: Any = type(current_omni_platform)
+    path = f"{SDPABackend.__module__}.{SDPABackend.__qualname__}"
+    platform.get_diffusion_attn_backend_cls = classmethod(lambda cls, **_: path)
+    backend: Any = SDPAImpl
+    backend.forward = SDPAImpl.forward_cuda
+
+
 def build_model(
     geometry: Geometry, seed: int, load: Callable[[torch.nn.Module], None] = lambda model: None
 ) -> Any:
@@ -107,13 +116,7 @@ def build_model(
         seed: of the weights.
         load: reads or writes the weights, before they take the layout that they run in.
     """
-    # vllm-omni knows no CPU platform; its own SDPA backend runs there all the same.
-    platform: Any = type(current_omni_platform)
-    path = f"{SDPABackend.__module__}.{SDPABackend.__qualname__}"
-    platform.get_diffusion_attn_backend_cls = classmethod(lambda cls, **_: path)
-    backend: Any = SDPAImpl
-    backend.forward = SDPAImpl.forward_cuda
-
+    cpu_attention()
     torch.manual_seed(seed)
     width = geometry.heads * geometry.head_size
     model = CausalWanModel(

@@ -1,0 +1,112 @@
+"""vllm-omni's real runner around small pipelines, with the plug-in put in and taken out again."""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from chunkattn.integrations import vllm_omni as plugin
+
+needs_vllm_omni = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("vllm", "vllm_omni")),
+    reason="needs vllm and vllm_omni",
+)
+Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
+"""K and V of each layer."""
+
+
+@contextmanager
+def plugged(mode: str, backend: str = "torch") -> Iterator[None]:
+    """The plug-in in force as in a worker, and taken out again."""
+    from vllm_omni.experimental.ar_diffusion.kv_cache import paged_attention
+
+    op = paged_attention._paged_write_attn_op
+    environment = {plugin.ENV: mode, "CHUNKATTN_BACKEND": backend}
+    with mock.patch.dict("os.environ", environment), op.set_kernel_enabled("cpu", mode != "off"):
+        classes = plugin._classes()
+        plugin.register()
+        try:
+            yield
+        finally:
+            for theirs, ours in classes.items():
+                plugin._put_in_place_of(ours, theirs)
+            plugin.active = "off"
+
+
+class Pipeline:
+    """What vllm-omni's `SupportsARDiffusionPipeline` asks for, around any transformer."""
+
+    def __init__(self, spec: Any) -> None:
+        self.spec = spec
+        self.state: Any = None
+        self.events: list[tuple[str, str]] = []
+
+    def ar_diffusion_kv_cache_spec(self) -> Any:
+        return self.spec
+
+    @contextmanager
+    def bind_ar_diffusion_state(self, session_id: str, state: Any) -> Iterator[None]:
+        assert state.session_id == session_id
+        self.state = state
+        try:
+            yield
+        finally:
+            self.state = None
+
+    def reset_ar_diffusion_session(self, session_id: str) -> None:
+        self.events.append(("reset", session_id))
+
+    def close_ar_diffusion_session(self, session_id: str) -> None:
+        self.events.append(("close", session_id))
+
+
+def make_runner(pipeline: Any, *, available_bytes: int = 1 << 26, **kv_config: Any) -> Any:
+    """vllm-omni's runner with its cache built, on the CPU, without loading a checkpoint."""
+    from vllm_omni.experimental.ar_diffusion import runner
+
+    made = runner.ARDiffusionModelRunner.__new__(runner.ARDiffusionModelRunner)
+    made.od_config = SimpleNamespace(
+        dtype=torch.float32, ar_diffusion_kv_config={"gpu_memory_fraction": 1.0, **kv_config}
+    )
+    made.device, made.pipeline = torch.device("cpu"), pipeline
+    made.ar_diffusion_kv_config = runner.resolve_ar_diffusion_kv_config(made.od_config)
+    made._sessions = runner.OrderedDict()
+    made._perf_e2e_times = []
+    made._preallocate_kv_cache(available_bytes=available_bytes)
+    return made
+
+
+def bound(runner: Any, session_id: str) -> Any:
+    return runner._bound_ar_session(session_id, description="forward", synchronize=False)
+
+
+def spec(**changes: Any) -> Any:
+    """Two branches, spans of two frames of four tokens, window 3, sink 1."""
+    from vllm_omni.experimental.ar_diffusion.capability import (
+        ARDiffusionCrossAttentionKVSpec,
+        ARDiffusionKVBranchSpec,
+        ARDiffusionKVCacheSpec,
+    )
+
+    arguments: dict[str, Any] = {
+        "num_layers": 2,
+        "num_kv_heads": 2,
+        "head_size": 8,
+        "tokens_per_frame": 4,
+        "frames_per_block": 2,
+        "window_frames": 3,
+        "sink_frames": 1,
+        "kv_branches": (
+            ARDiffusionKVBranchSpec("positive", 0),
+            ARDiffusionKVBranchSpec("negative", 1),
+        ),
+        "session_capacity": 2,
+        "cross_attention": (ARDiffusionCrossAttentionKVSpec("text", 5, num_kv_heads=3),),
+        "max_scratch_tokens_per_branch": 6,
+    }
+    return ARDiffusionKVCacheSpec(**(arguments | changes))
