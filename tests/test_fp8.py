@@ -311,7 +311,7 @@ def test_refused_biases(bias, error):
 
 
 def test_sink_and_current_rows_in_16_bits(target):
-    """A window in fp8 beside a sink and current rows that stay as they are, made one by their lse."""
+    """A window in fp8 beside a sink and current rows that are not, made one by their lse."""
     whole = make_case(
         seq_lens=[5 * 64],
         query_lens=[9],
