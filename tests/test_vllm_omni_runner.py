@@ -286,6 +286,8 @@ def test_cross_attention(full):
         state.populate_cross_attention("positive", "text", layers(1.0))
         state.reset()
         assert not state.is_cross_attention_populated("positive", "text")
+        state.populate_cross_attention("positive", "text", layers(1.0))
+    runner.close_session("a")
     cache = runner.kv_cache
     for session_id in ("x", "y"):
         cache.populate_cross_attention(session_id, "text", "positive", layers(1.0))
