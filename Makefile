@@ -1,7 +1,7 @@
 # `make` lists the targets. Needs Python 3.11 or newer and make; everything else is set up in .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: aot bench clean demo distclean help lint lock mutants setup test
+.PHONY: aot bench clean demo distclean help lint lock mutants setup test test-vllm
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -31,6 +31,7 @@ endif
 help:
 	@echo "make demo    play a rollout of DreamZero's transformer, compare it with upstream's way: out/demo"
 	@echo "make test    run the tests"
+	@echo "make test-vllm VLLM=0.32.0  test the manager against that vLLM, in a folder of its own"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   time the attention kernels"
 	@echo "make aot     compile the kernels for other GPUs and count; TRITON=3.9.0 compares the counts"
@@ -49,6 +50,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -q $(JOBS) $(ARGS)
 
+# Each vLLM lies in a folder of its own, put before the environment's.
+test-vllm: $(STAMP)
+	$(BIN)/python tests/conformance_matrix.py --dir $(VENV)/vllms $(VLLM)
+
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -56,6 +61,7 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python bench/bench_attention.py $(ARGS)
+	$(BIN)/python bench/bench_plan.py --longest 1000
 
 ifdef TRITON
 aot: $(VENV)/triton-$(TRITON)/.installed

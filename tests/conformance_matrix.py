@@ -20,7 +20,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ["0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"]
 TESTS = ["conformance", "manager", "cache", "requests", "session", "lifecycle", "rollouts"]
-TESTS += ["rollback", "fork", "swap", "prompt", "policy", "threads", "state_machine"]
+TESTS += [
+    "rollback",
+    "fork",
+    "swap",
+    "prompt",
+    "policy",
+    "threads",
+    "state_machine",
+    "no_scratch",
+    "capacity",
+]
 
 
 def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -68,6 +78,11 @@ def main() -> int:
     parser.add_argument("versions", nargs="*", default=VERSIONS, help="default: all supported ones")
     parser.add_argument("--dir", type=Path, help="where to install them; default: a folder for now")
     arguments = parser.parse_args()
+    if unknown := [version for version in arguments.versions if version not in VERSIONS]:
+        print(
+            f"vLLM must be one of {', '.join(VERSIONS)}, got {', '.join(unknown)}", file=sys.stderr
+        )
+        return 2
     failed = False
     with tempfile.TemporaryDirectory(prefix="vllms-") as temporary:
         base = (arguments.dir or Path(temporary)).resolve()
