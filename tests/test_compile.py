@@ -4,6 +4,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,6 +159,27 @@ def test_refused_while_tracing():
     compiled = torch.compile(chunkattn.paged_window_attention, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"`query` must have shape \(7, 2, 16\)"):
         compiled(**arguments)
+
+
+@pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
+def test_the_choice_of_a_backend_traces(monkeypatch):
+    """That of a GPU as well, where the capability of the device is asked for."""
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    properties = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(
+        torch.cuda, "_get_device_properties", lambda device: properties, raising=False
+    )
+    chosen = []
+
+    def call(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+        chosen.append(ops.resolve_backend("auto", device, 128, torch.float8_e4m3fn, 64, x.shape[0]))
+        return x + 1
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)
+    for device, name in (("cuda:0", "triton"), ("cpu", "torch")):
+        compiled(torch.zeros(5), torch.device(device))
+        assert chosen.pop() == name
 
 
 # -- the pools in the generated code ---------------------------------------------------------------
