@@ -336,6 +336,21 @@ def test_compiled_commit_needs_every_layer():
         compiled(fwd, *torch.randn(3, 4, 1, HEAD_SIZE))
 
 
+def test_sessions_that_take_turns():
+    """With more than one session a lock orders them, which no graph can hold: it breaks there."""
+    results = []
+    for call in (whole_model, torch.compile(whole_model, backend="eager")):
+        session = make_cache(layers=LAYERS, session_capacity=2).open_session("a")
+        results.append(rollout(session, call, [1, 1], 0))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+    torch._dynamo.reset()
+    session = make_cache(layers=LAYERS, session_capacity=2).open_session("a")
+    whole = torch.compile(whole_model, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="lock"):
+        rollout(session, whole, [1], 0)
+
+
 def test_pools_are_static_inputs():
     """CUDA graphs need no copy of them; no guard on the address, which would be one compilation
     a layer.
