@@ -283,7 +283,6 @@ def _check_device(name: str, device: torch.device) -> None:
         )
 
 
-@functools.cache
 def _arch_of(device: torch.device) -> int:
     if device.type != "cuda" or torch.version.hip:
         return 0

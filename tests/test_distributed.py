@@ -6,6 +6,7 @@ gloo on the CPU. The functions that the ranks run are those without ``test`` in 
 import dataclasses
 import importlib.util
 import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 import chunkattn
 from chunkattn import functional
+from chunkattn.presets import get_preset
 from chunkattn.testing import AttentionCase, judge, make_case
 from tests.helpers import processes
 from tests.helpers.rollout import HEAD_SIZE, Window, make_cache
@@ -221,6 +223,30 @@ def test_a_rank_that_fails(tmp_path):
     assert survivor["seconds"] < processes.COLLECTIVE.total_seconds() + 5
     for rank in (survivor, failed):
         assert rank["committed"] == rank["leaked"] == 0
+
+
+# -- the page about it -----------------------------------------------------------------------------
+def test_figures_of_the_page(capsys):
+    """The example of docs/scaling.md prints what its comments say, and so does the text above."""
+    page = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
+    example = page.partition("```python\n")[2].partition("```")[0]
+    exec(compile(example, "docs/scaling.md", "exec"), {})
+    printed = capsys.readouterr().out.split()
+    assert printed == re.findall(r"^print\(.*# ([\d.]+)$", example, re.MULTILINE)
+    assert f"holds {printed[0]} GiB" in page
+    assert f"v2, {printed[4]} GiB" in page
+    preset = get_preset("dreamzero_14b")
+    rows = 2 * preset.frame_tokens + preset.action_tokens + preset.state_tokens
+    size, ranks = rows * preset.heads * preset.head_size * 2, 2  # bytes of Q in bfloat16
+    all_reduce = 2 * (ranks - 1) / ranks * size
+    all_to_all = 4 * size / ranks * (ranks - 1) / ranks
+    all_gather = rows * preset.heads * (preset.head_size + 1) * 4 * (ranks - 1)
+    found = re.findall(r"\| ([\d.]+) MB: (\S+)", page)
+    assert [(float(n), name) for n, name in found] == [
+        (round(all_reduce / 1e6, 1), "all-reduce"),
+        (round(all_to_all / 1e6, 1), "all-to-all"),
+        (round(all_gather / 1e6, 1), "all-gather"),
+    ]
 
 
 # -- tensor and guidance parallel, in the real model -----------------------------------------------

@@ -373,6 +373,22 @@ def test_graphs(model):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("model", DEPLOYED)
+def test_compiled(model):
+    """Write and attend by the public functions in one graph of inductor, as eager calls do."""
+    case = case_of(shape_of(model), "cuda", dtype=torch.bfloat16)
+    rows = torch.randn(2, 64, *case.key_pool.shape[2:], device="cuda", dtype=torch.bfloat16)
+    slots = torch.arange(64, device="cuda") + case.block_table[0, 0] * case.key_pool.shape[1]
+
+    def call(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        chunkattn.scatter_kv(key, value, case.key_pool, case.value_pool, slots)
+        return chunkattn.paged_window_attention(**case.arguments()) + 1
+
+    compiled = torch.compile(call, fullgraph=True)(*rows)
+    assert torch.equal(compiled, call(*rows))
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer")
 def test_sanitizer():
     """No access outside of an allocation."""
