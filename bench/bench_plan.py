@@ -164,11 +164,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             spans = [int(span) for span in points]
             median = [1e6 * points[span][0] for span in points]
             axis.plot(spans, median, marker=marker, label=name)
-        axis.set(xscale="log", title=row["preset"], xlabel="span number", ylim=(0, None))
+        axis.set(xscale="log", title=row["preset"], xlabel="span number")
         axis.grid(alpha=0.3)
     first = axes[0] if len(rows) > 1 else axes
     first.set_ylabel("host µs, denoise + commit")
-    first.legend()
+    first.set_ylim(0)  # of all, once everything is drawn
+    first.legend(loc="center right")
     figure.tight_layout()
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
