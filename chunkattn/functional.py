@@ -103,11 +103,11 @@ def paged_window_attention(
     current_start_loc: torch.Tensor | None = None,
     key_scale: torch.Tensor | float | None = None,
     value_scale: torch.Tensor | float | None = None,
-    segment_blocks: torch.Tensor | None = None,
-    block_bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    segment_blocks: torch.Tensor | None = None,
+    block_bias: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend over the resident blocks of a window, and over rows that are not in the pool.
 
@@ -138,6 +138,11 @@ def paged_window_attention(
             ``(num_blocks, num_kv_heads)`` float32; a stored row times its scale is the row. None is
             1. Only visible blocks are looked at.
         value_scale: as ``key_scale``.
+        out: ``(num_tokens, num_heads, head_size)`` of ``query``'s dtype, written in place; None
+            allocates it.
+        return_lse: also return the natural log of the softmax denominators.
+        backend: ``"auto"``, ``"torch"``, ``"triton"``, or, where installed, ``"fa3"`` or
+            ``"fa2"``, which need finite values in the dead slots of visible blocks.
         segment_blocks: ``(num_seqs, num_segments - 1)`` int32 or int64, for up to three queries:
             how many blocks of a sequence's table, from the first on, each query but the last
             attends to. The last one attends to the rest: blocks, the partly filled block, the
@@ -145,11 +150,6 @@ def paged_window_attention(
             window: the pool holds them unrotated, each query is rotated for its segment.
         block_bias: ``(num_blocks, num_kv_heads)`` or ``(num_blocks,)`` float32, finite: added to
             the scores (after ``softmax_scale``) of a block's keys; current rows have none.
-        out: ``(num_tokens, num_heads, head_size)`` of ``query``'s dtype, written in place; None
-            allocates it.
-        return_lse: also return the natural log of the softmax denominators.
-        backend: ``"auto"``, ``"torch"``, ``"triton"``, or, where installed, ``"fa3"`` or
-            ``"fa2"``, which need finite values in the dead slots of visible blocks.
 
     Returns:
         ``out``, or ``(out, lse)`` with ``lse`` ``(num_tokens, num_heads)`` float32. A row that sees

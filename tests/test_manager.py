@@ -126,6 +126,9 @@ def test_signatures():
                 "out": None,
                 "return_lse": False,
                 "backend": "auto",
+                # Beyond the agreed ones.
+                "segment_blocks": None,
+                "block_bias": None,
             },
         ),
     ],
