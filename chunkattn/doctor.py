@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from chunkattn import flash_backend, ops
+from chunkattn import ops
 from chunkattn.errors import MissingDependencyError
+from chunkattn.integrations import vllm_omni
 
 SUPPORTED_VLLM = ((0, 28), (0, 33))
 """The oldest and the newest minor version that the manager is tested with."""
@@ -31,11 +32,10 @@ def findings() -> list[Finding]:
         Finding("torch", torch.__version__),
         _gpu(),
         _triton(),
-        _backend(),
-        *(_flash(name) for name in flash_backend.NAMES),
+        *(_backend(name) for name in ops.BACKENDS),
         _vllm(),
         Finding("vllm-omni", _version("vllm-omni") or "not installed"),
-        Finding("CHUNKATTN_VLLM_OMNI", os.environ.get("CHUNKATTN_VLLM_OMNI", "not set")),
+        _plugin(),
     ]
 
 
@@ -69,17 +69,27 @@ def _triton() -> Finding:
     return Finding("triton", version)
 
 
-def _backend() -> Finding:
+def _backend(name: str) -> Finding:
+    """What a name means here, or why it cannot be used: that is no problem, but for ``auto``."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Finding("backend='auto'", ops.resolve_backend("auto", device, 128))
-
-
-def _flash(name: str) -> Finding:
+    what = f"backend={name!r}"
     try:
-        library, _ = flash_backend.load(name)
-    except MissingDependencyError:
-        return Finding(f"backend={name!r}", "not installed")
-    return Finding(f"backend={name!r}", library.module)
+        found = ops.resolve_backend(name, device, 128, torch.bfloat16)
+    except (ValueError, NotImplementedError, MissingDependencyError) as error:
+        return Finding(what, f"no: {error}", str(error) if name == "auto" else "")
+    return Finding(what, "yes" if found == name else found)
+
+
+def _plugin() -> Finding:
+    """What vllm-omni's workers would do: the switch, and whether they find the plug-in."""
+    mode = os.environ.get(vllm_omni.ENV, "off")
+    what = f"{vllm_omni.ENV}"
+    if mode not in vllm_omni.MODES:
+        return Finding(what, mode, f"must be one of {', '.join(vllm_omni.MODES)}")
+    found = importlib.metadata.entry_points(group="vllm.general_plugins", name="chunkattn")
+    if mode != "off" and not found:
+        return Finding(what, mode, "the entry point is not installed: install chunkattn again")
+    return Finding(what, f"{mode}, {'active' if mode != 'off' else 'vllm-omni is as it is'}")
 
 
 def _vllm() -> Finding:

@@ -22,7 +22,9 @@ def test_json_of_the_command(capsys):
     assert rows["torch"]["found"] == torch.__version__
     assert rows["GPU"]["found"] == "none"
     assert rows["backend='auto'"]["found"] == "torch"
-    assert rows["backend='fa3'"]["found"] == "not installed"
+    assert rows["backend='torch'"]["found"] == "yes"
+    assert "without an NVIDIA GPU" in rows["backend='fa3'"]["found"]
+    assert rows["CHUNKATTN_VLLM_OMNI"]["found"] == "off, vllm-omni is as it is"
     assert status == int(any(row["problem"] for row in rows.values()))
 
 
@@ -63,3 +65,19 @@ def test_kernels_that_cannot_be_imported(monkeypatch):
 def test_versions_of_what_is_installed():
     assert doctor._version("no-such-package", "torch") == importlib.metadata.version("torch")
     assert doctor._version("no-such-package") is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "installed", "found", "problem"),
+    [
+        ("off", False, "off, vllm-omni is as it is", ""),
+        ("kernels", True, "kernels, active", ""),
+        ("full", False, "full", "the entry point is not installed: install chunkattn again"),
+        ("on", True, "on", "must be one of off, kernels, full"),
+    ],
+)
+def test_the_plugin(monkeypatch, mode, installed, found, problem):
+    monkeypatch.setenv("CHUNKATTN_VLLM_OMNI", mode)
+    points = ["chunkattn"] if installed else []
+    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda **_: points)
+    assert doctor._plugin() == doctor.Finding("CHUNKATTN_VLLM_OMNI", found, problem)
