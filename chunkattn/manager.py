@@ -100,8 +100,12 @@ class ARDiffusionRequestAdapter:
         """Tokens of the prefill prefix."""
         return self._prefill_prefix_tokens
 
-    def on_chunk_committed(self, num_chunks: int = 1) -> None:
-        """Advance by as many chunks: once a chunk, not once a denoise forward."""
+    def on_chunk_committed(self) -> None:
+        """Advance by a chunk: once a chunk, not once a denoise forward."""
+        self._completed_chunks += 1
+
+    def on_chunks_committed(self, num_chunks: int) -> None:
+        """`on_chunk_committed` as often as that."""
         self._completed_chunks += num_chunks
 
     def on_fork(self, source: "ARDiffusionRequestAdapter") -> None:

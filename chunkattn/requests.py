@@ -232,7 +232,7 @@ class Requests:
         """`commit_chunk` for a whole span: all or nothing."""
         self._check_allocated(adapter, num_chunks)
         first = adapter.completed_chunks
-        adapter.on_chunk_committed(num_chunks)
+        adapter.on_chunks_committed(num_chunks)
         span = range(first, first + num_chunks)
         held = merged((*adapter.resident, span))
         kept = merged(self.policy.kept(adapter.resident, span))

@@ -121,7 +121,7 @@ def test_constructor_refuses(config, more, message, device):
         make_cache(config=make_config(**config), device=device, **more)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e5m2])
 def test_constructor_refuses_a_dtype(dtype):
     with pytest.raises(NotImplementedError, match=f"`dtype` must be .*, got {dtype}"):
         make_cache(dtype=dtype)

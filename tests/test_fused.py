@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import chunkattn
-from chunkattn import fused
 from chunkattn.kernels.reference import norm_rope
+from chunkattn.ops import resolve_backend
 from chunkattn.testing import LAYOUTS, make_pools, snapshot
 from tests.helpers.fused import (
     EPS,
@@ -328,9 +328,10 @@ def test_fp8_saturates(target):
 
 def test_fp8_needs_sm_89(monkeypatch):
     """E3: Triton has no e4m3 below; the name of the argument and the capability are said."""
+    monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
-    with pytest.raises(NotImplementedError, match=r"`key_pool` must .*8\.9.*, got 8\.6"):
-        fused._check_fp8_device(torch.device("cuda"))
+    with pytest.raises(NotImplementedError, match=r"`key_pool` must .*8\.9, got .*\(8, 6\)"):
+        resolve_backend("triton", torch.device("cuda"), 128, FP8)
+    assert resolve_backend("triton", torch.device("cuda"), 128, torch.bfloat16) == "triton"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    fused._check_fp8_device(torch.device("cuda"))
-    fused._check_fp8_device(torch.device("cpu"))
+    assert resolve_backend("triton", torch.device("cuda"), 128, FP8) == "triton"

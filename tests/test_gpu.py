@@ -232,7 +232,8 @@ def graphs(shape: Shape, device: str, layers: int = 3, spans: int = 4) -> None:
                 for layer in range(layers):
                     x = fwd.write_attend(layer, x, *own)
                     assert torch.equal(found[layer], x)
-                addresses.add(tuple(tensor.data_ptr() for tensor in plan[:4]))
+                tensors = (plan.slot_mapping, plan.block_table, plan.seq_lens, plan.query_start_loc)
+                addresses.add(tuple(tensor.data_ptr() for tensor in tensors))
                 seen_lens.add(fwd.kv_len)
         with session.forward(seq_len=tokens, commit=True) as fwd:
             for layer in range(layers):

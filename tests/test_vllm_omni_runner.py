@@ -167,7 +167,7 @@ def test_a_failed_forward_can_be_tried_again(full):
     pipeline = Pipeline(spec())
     with bound(make_runner(pipeline), "a"):
         state = pipeline.state
-        with pytest.raises(ValueError, match="`action_len` must be from 0 to 16"):
+        with pytest.raises(ValueError, match="`action_len` must be at most 16"):
             forward(state, action_len=99)
         with pytest.raises(LifecycleError, match="'positive' never ran"):
             state.commit_paged_context("positive")
