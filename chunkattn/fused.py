@@ -29,7 +29,6 @@ from chunkattn.kernels.arguments import ScatterArguments
 from chunkattn.ops import resolve_backend
 
 FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
 
 _library = torch.library.Library("chunkattn", "FRAGMENT")
 _library.define(
@@ -97,12 +96,17 @@ def _torch_launch(
     key = new_key.to(key.dtype)
     if key_pool.dtype == FP8:
         blocks = slot_mapping.clamp(min=0) // key_pool.shape[1]
-        key = _quantise(key, key_scale if key_scales is None else key_scales[blocks, :, None])
-        value = _quantise(
-            value, value_scale if value_scales is None else value_scales[blocks, :, None]
+        key, value = (
+            torch_backend.to_e4m3(rows, scale if scales is None else scales[blocks, :, None])
+            for rows, scale, scales in (
+                (key, key_scale, key_scales),
+                (value, value_scale, value_scales),
+            )
         )
         # Bytes, because torch indexes no tensor of fp8.
-        key_pool, value_pool = key_pool.view(torch.uint8), value_pool.view(torch.uint8)
+        key, value, key_pool, value_pool = (
+            x.view(torch.uint8) for x in (key, value, key_pool, value_pool)
+        )
     rows = ScatterArguments(
         key,
         value,
@@ -134,11 +138,6 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
-
-
-def _quantise(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    """The bytes of ``x / scale`` in e4m3."""
-    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8)
 
 
 # -- public functions ------------------------------------------------------------------------------

@@ -88,11 +88,14 @@ def _scatter_fp8(
             opened = block[offset == 0]
             scale[opened] = found[opened]
             scale = scale[block].unsqueeze(-1)
-        if scale is not None:
-            new = new / scale
-        pool.view(torch.uint8)[block, offset] = (
-            new.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(pool.dtype).view(torch.uint8)
-        )
+        stored = to_e4m3(new, 1.0 if scale is None else scale)
+        pool.view(torch.uint8)[block, offset] = stored.view(torch.uint8)
+
+
+def to_e4m3(rows: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+    """``rows / scale`` in e4m3, clamped; NaN stays NaN."""
+    scaled = rows.float() / scale
+    return scaled.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(torch.float8_e4m3fn)
 
 
 def _runs(ids: torch.Tensor) -> list[tuple[int, int, int]]:

@@ -17,6 +17,17 @@ SMALLEST_SCALE = tl.constexpr(2.0**-20)
 
 
 @triton.jit
+def to_e4m3(x, scale):
+    """``x / scale`` in e4m3, as every writer stores it: clamped, rounded to nearest even; NaN stays
+    NaN.
+    """
+    x = tl.math.div_rn(x.to(tl.float32), scale)
+    # The cast does not saturate everywhere. Comparisons with NaN are false.
+    x = tl.where(x > LARGEST_E4M3, LARGEST_E4M3, tl.where(x < -LARGEST_E4M3, -LARGEST_E4M3, x))
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
 def _row_scale(ptr, stride, row, kv_head, mask, offs_d, HEAD_SIZE: tl.constexpr):
     """What each row by itself would be divided by, [BLOCK_T]; NaN and infinities do not count."""
     offset = row * stride.token + kv_head * stride.head

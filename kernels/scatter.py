@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .arguments import BlockStrides, EntryStrides, RowStrides, ScatterArguments, strides
-from .scales import LARGEST_E4M3, set_block_scales
+from .scales import set_block_scales, to_e4m3
 from .tuning import scatter_tile
 
 
@@ -19,12 +19,11 @@ from .tuning import scatter_tile
 def as_stored(x, scale_ptr, stride_scale, block, head, mask, pool_ptr):
     """Rows [BLOCK_T, BLOCK_C] in the type of the pool; for fp8 divided by their scale."""
     if pool_ptr.dtype.element_ty == tl.float8e4nv:
-        x = x.to(tl.float32)
+        scale = tl.full(x.shape, 1.0, tl.float32)
         if scale_ptr is not None:
             offset = block[:, None] * stride_scale.block + head[None, :] * stride_scale.head
-            x = tl.math.div_rn(x, tl.load(scale_ptr + offset, mask=mask, other=1.0))
-        # The cast does not saturate everywhere. NaN passes both comparisons.
-        x = tl.where(x > LARGEST_E4M3, LARGEST_E4M3, tl.where(x < -LARGEST_E4M3, -LARGEST_E4M3, x))
+            scale = tl.load(scale_ptr + offset, mask=mask, other=1.0)
+        return to_e4m3(x, scale)
     return x.to(pool_ptr.dtype.element_ty)
 
 

@@ -83,11 +83,8 @@ FAULTS = {
         "                value,\n                value_pool_ptr.dtype",
         "                key.to(key_ptr.dtype.element_ty),\n                value_pool_ptr.dtype",
     ),
-    "not saturated": (
-        "x = tl.where(x > FP8_MAX, FP8_MAX, tl",
-        "x = tl.where(x > 1e30, FP8_MAX, tl",
-    ),
-    "scale the wrong way": (".to(tl.float32) / scale", ".to(tl.float32) * scale"),
+    "not saturated": ("to_e4m3(x, scale)", "(x.to(tl.float32) / scale).to(dtype)"),
+    "scale the wrong way": ("to_e4m3(x, scale)", "to_e4m3(x, 1.0 / scale)"),
     "scale of the first head": ("+ kv_head * stride_key_scales_head", "+ 0 * kv_head"),
     "scale of the first block": ("block * stride_value_scales_block", "0"),
     "scales of K for V": ("                value_scale,\n", "                key_scale,\n"),

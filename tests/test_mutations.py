@@ -474,12 +474,15 @@ SCATTER_FAULTS = {
     "K written to V": ("as_stored(value, value_scale", "as_stored(key, value_scale"),
 }
 FP8_FAULTS = {
-    "not clamped": ("x > LARGEST_E4M3, LARGEST_E4M3,", "x > LARGEST_E4M3, x,"),
-    "multiplied by the scale": ("tl.math.div_rn(x, tl.load(", "(x * tl.load("),
     "scale of the first head": ("head[None, :] * stride_scale.head", "0 * head[None, :]"),
     "scale of the first block": ("block[:, None] * stride_scale.block", "0 * block[:, None]"),
 }
 SCALE_FAULTS = {
+    "not clamped": ("x > LARGEST_E4M3, LARGEST_E4M3,", "x > LARGEST_E4M3, x,"),
+    "multiplied by the scale": (
+        "tl.math.div_rn(x.to(tl.float32), scale)",
+        "x.to(tl.float32) * scale",
+    ),
     "every block opened": ("(slot % BLOCK_SIZE == 0)", "(slot % BLOCK_SIZE >= 0)"),
     "no block opened": ("(slot % BLOCK_SIZE == 0)", "(slot % BLOCK_SIZE < 0)"),
     "scale left open": (
