@@ -164,6 +164,10 @@ for _name in ("copy_blocks", "swap_blocks", "blend_blocks", "clear_blocks"):
     # All results are written into arguments, so the fake kernels have nothing to return.
     torch.library.register_fake(f"chunkattn::{_name}", lambda *_: None, lib=_library)
 
+copy_blocks_op = torch.ops.chunkattn.copy_blocks.default
+swap_blocks_op = torch.ops.chunkattn.swap_blocks.default
+"""Without a check, for a cache that knows its blocks."""
+
 
 def copy_blocks(
     key_pool: torch.Tensor,

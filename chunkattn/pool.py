@@ -1,6 +1,6 @@
 """The K/V pools of all layers, and the slots of token positions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -142,17 +142,26 @@ def pool_write_chunk(
 
 
 def copy_blocks(pools: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy whole blocks within each pool, in place.
+    """Copy whole blocks within each pool, in place: `block_ops` for all layers.
 
     Args:
-        pools: K and V of every layer, ``(num_blocks, block_size, num_kv_heads, head_size)``.
+        pools: K and V of every layer in turn, ``(num_blocks, block_size, num_kv_heads, head_size)``
+            and what belongs to their blocks, ``(num_blocks, ...)``.
         pairs: the source and the target block of each copy; no target is also a source.
     """
-    if not pairs:
+    if not pairs or not pools:
         return
-    for pool in pools:
-        source, target = torch.tensor(pairs, device=pool.device).unbind(1)
-        pool[target] = pool[source]
+    from chunkattn import block_ops
+
+    ids = torch.tensor(pairs, device=pools[0].device).T.contiguous()
+    for key, value in _layers(pools):
+        block_ops.copy_blocks_op(key, value, *ids, "triton" if key.is_cuda else "torch")
+
+
+def _layers(pools: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """K and V of each layer, as blocks of four dimensions."""
+    for pair in zip(pools[::2], pools[1::2], strict=True):
+        yield [pool[(slice(None), *(None,) * (4 - pool.dim()))] for pool in pair]
 
 
 class HostCopy:
@@ -165,14 +174,14 @@ class HostCopy:
 
     def __init__(self, pools: Sequence[torch.Tensor], block_ids: Sequence[int]) -> None:
         self.num_blocks = len(block_ids)
-        self._host: list[torch.Tensor] = []
-        self._copied: torch.cuda.Event | None = None
-        for pool in pools:
-            host = torch.empty(
+        self._host = [
+            torch.empty(
                 (len(block_ids), *pool.shape[1:]), dtype=pool.dtype, pin_memory=pool.is_cuda
             )
-            ids = torch.tensor(block_ids, dtype=torch.int64, device=pool.device)
-            self._host.append(host.copy_(pool[ids], non_blocking=True))
+            for pool in pools
+        ]
+        self._swap(pools, self._host, block_ids, range(len(block_ids)))
+        self._copied: torch.cuda.Event | None = None
         if pools and pools[0].is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
@@ -181,6 +190,17 @@ class HostCopy:
         """Write the bytes into as many other blocks, in place."""
         if self._copied is not None:
             self._copied.wait()  # for this stream, not for the host
-        for pool, host in zip(pools, self._host, strict=True):
-            ids = torch.tensor(block_ids, dtype=torch.int64, device=pool.device)
-            pool[ids] = host.to(pool.device, non_blocking=True)
+        self._swap(self._host, pools, range(self.num_blocks), block_ids)
+
+    @staticmethod
+    def _swap(
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        source_ids: Sequence[int],
+        target_ids: Sequence[int],
+    ) -> None:
+        from chunkattn import block_ops
+
+        ids = torch.tensor([list(source_ids), list(target_ids)], dtype=torch.int64)
+        for source, target in zip(_layers(sources), _layers(targets), strict=True):
+            block_ops.swap_blocks_op(*source, *target, *ids, "torch")

@@ -66,7 +66,7 @@ LAZY = {
     "block_ops": {"kernels"},
     "fused": {"kernels"},
     "testing": {"kernels"},
-    "pool": {"functional"},
+    "pool": {"block_ops", "functional"},
     "cache": {"session"},
 }
 
