@@ -4,10 +4,8 @@ As in `ops`, the public functions check and call an op of the same name, and the
 ids name positions along the first dimension of a pool; the i-th source goes to the i-th target.
 """
 
-import functools
 import numbers
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,8 +20,7 @@ from chunkattn.checks import (
     refuse,
     values_visible,
 )
-from chunkattn.errors import MissingDependencyError
-from chunkattn.ops import resolve_backend
+from chunkattn.ops import import_kernel, resolve_backend
 
 BLOCK_BACKENDS = ("auto", "torch", "triton")
 _DTYPES = (*POOL_DTYPES, torch.float8_e4m3fn)
@@ -48,17 +45,6 @@ _library.define(
 )
 
 
-@functools.cache
-def _kernels() -> ModuleType:
-    try:
-        from chunkattn.kernels import blocks
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"backend 'triton' needs Triton: pip install triton, or use backend='torch' ({error})"
-        ) from error
-    return blocks
-
-
 def _bits(pool: torch.Tensor) -> torch.Tensor:
     """The pool as integers: they are copied bit for bit everywhere, fp8 and NaN included."""
     return pool.view(_BITS[pool.element_size()])
@@ -75,7 +61,7 @@ def _copy_blocks(
 ) -> None:
     key, value = _bits(key_pool), _bits(value_pool)
     if backend == "triton":
-        _kernels().copy(key, value, key, value, source_block_ids, target_block_ids)
+        import_kernel("blocks").copy(key, value, key, value, source_block_ids, target_block_ids)
         return
     source, target = source_block_ids.long(), target_block_ids.long()
     for pool in (key, value):
@@ -97,7 +83,7 @@ def _swap_blocks(
     if backend == "triton":
         device = next((pool.device for pool in pools if pool.is_cuda), target_key.device)
         ids = (ids.to(device) for ids in (source_block_ids, target_block_ids))
-        _kernels().copy(*pools, *ids)
+        import_kernel("blocks").copy(*pools, *ids)
         return
     # A copy of a slice with gaps goes through pageable memory: then block by block.
     merge = all(pool.is_contiguous() for pool in pools)
@@ -135,7 +121,9 @@ def _blend_blocks(
         _copy_blocks(key_pool, value_pool, source_block_ids, target_block_ids, backend)
         return
     if backend == "triton":
-        _kernels().blend(key_pool, value_pool, source_block_ids, target_block_ids, weight)
+        import_kernel("blocks").blend(
+            key_pool, value_pool, source_block_ids, target_block_ids, weight
+        )
         return
     source, target = source_block_ids.long(), target_block_ids.long()
     for pool in (key_pool, value_pool):
@@ -154,7 +142,7 @@ def _clear_blocks(
 ) -> None:
     bits = int(_bits(torch.tensor([value]).to(key_pool.dtype)))
     if backend == "triton":
-        _kernels().clear(_bits(key_pool), _bits(value_pool), block_ids, bits)
+        import_kernel("blocks").clear(_bits(key_pool), _bits(value_pool), block_ids, bits)
         return
     for pool in (key_pool, value_pool):
         _bits(pool).index_fill_(0, block_ids.long(), bits)

@@ -2,7 +2,6 @@
 and K, rotary embedding, and the write of K and V into the pool.
 """
 
-import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -24,9 +23,8 @@ from chunkattn.checks import (
     refuse,
     values_visible,
 )
-from chunkattn.errors import MissingDependencyError
 from chunkattn.kernels.arguments import ScatterArguments
-from chunkattn.ops import resolve_backend
+from chunkattn.ops import import_kernel, resolve_backend
 
 FP8 = torch.float8_e4m3fn
 
@@ -41,15 +39,8 @@ _library.define(
 
 
 # -- backends --------------------------------------------------------------------------------------
-@functools.cache
 def _triton_launch() -> Callable[..., None]:
-    try:
-        from chunkattn.kernels.fused import fused
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"backend 'triton' needs Triton: pip install triton, or use backend='torch' ({error})"
-        ) from error
-    launch: Callable[..., None] = fused
+    launch: Callable[..., None] = import_kernel("fused").fused
     return launch
 
 

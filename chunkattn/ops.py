@@ -5,6 +5,7 @@ once (`session.ForwardContext`) calls `write_attend` for every layer without a c
 """
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable
 from types import ModuleType
@@ -122,14 +123,23 @@ class Kernels(NamedTuple):
 
 
 @functools.cache
-def _triton_kernels() -> Kernels:
+def import_kernel(name: str) -> ModuleType:
+    """A module of the kernels.
+
+    Raises:
+        MissingDependencyError: Triton is not installed.
+    """
     try:
-        from chunkattn.kernels import gather, scatter, tuning, walk
+        return importlib.import_module(f"chunkattn.kernels.{name}")
     except ImportError as error:
         raise MissingDependencyError(
             f"backend 'triton' needs Triton: pip install triton, or use backend='torch' ({error})"
         ) from error
-    return Kernels(scatter, walk, gather, tuning)
+
+
+@functools.cache
+def _triton_kernels() -> Kernels:
+    return Kernels(*map(import_kernel, Kernels._fields))
 
 
 def _attention_kernel(block_size: int) -> Callable[..., None]:
