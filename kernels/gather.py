@@ -28,13 +28,17 @@ _MAX_INT32 = 2**31 - 1
 
 
 @triton.jit
-def _gather_rows(
-    key_ptr,
+def _attend_positions(
+    query,
+    acc,
+    row_max,
+    row_sum,
+    key_ptr,  # of the pools, head already chosen
     value_ptr,
     key_scale_ptr,
     value_scale_ptr,
     block_bias_ptr,
-    table_ptr,
+    table_ptr,  # of the sequence
     kv_head,
     stride_key,
     stride_value,
@@ -44,14 +48,18 @@ def _gather_rows(
     stride_bias,
     scale_log2,
     position,  # [N] visible rows of the sequence
-    mask,  # [N, BLOCK_D], read only when MASKED
+    mask_n,  # [N], read only when MASKED
     offs_d,
-    query_dtype: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Keys [BLOCK_D, N] of some rows and their V, scale multiplied in; scale and bias of scores."""
+    """Look some rows up and fold them into the running state."""
+    # Rows of a tile lie in blocks of their own, with factors of their own.
+    PER_KEY: tl.constexpr = key_scale_ptr is not None or block_bias_ptr is not None
     entry = (position // BLOCK_SIZE).to(tl.int64)
     block = tl.load(table_ptr + entry * stride_table.entry)
     slot = position % BLOCK_SIZE
@@ -67,7 +75,11 @@ def _gather_rows(
         value_offset += slot * stride_value.slot
     key_row = key_ptr + key_offset[:, None] + offs_d[None, :]
     value_row = value_ptr + value_offset[:, None] + offs_d[None, :]
-    if MASKED:
+    # [N, BLOCK_D]
+    if MASKED or BLOCK_D != HEAD_SIZE:
+        mask = (offs_d < HEAD_SIZE)[None, :]
+        if MASKED:
+            mask = mask_n[:, None] & mask
         key = tl.load(key_row, mask=mask, other=0.0)
         value = tl.load(value_row, mask=mask, other=0.0)
     else:
@@ -89,8 +101,23 @@ def _gather_rows(
     if block_bias_ptr is not None:
         bias = bias[None, :]
     if value_scale_ptr is not None:
-        value = (value.to(tl.float32) * value_scale[:, None]).to(query_dtype)
-    return key.T, value, scale_log2, bias
+        value = (value.to(tl.float32) * value_scale[:, None]).to(query.dtype)
+    return softmax_step(
+        query,
+        key.T,
+        value,
+        acc,
+        row_max,
+        row_sum,
+        scale_log2,
+        bias,
+        1.0,
+        mask_n,
+        MASKED,
+        PER_KEY,
+        False,
+        PRECISION,
+    )
 
 
 @triton.jit
@@ -141,8 +168,6 @@ def _gather_kernel(
     Layout: `arguments`. Work and bytes of a launch: as `walk`'s, without the padding of blocks,
     plus one table entry (4 bytes) a visible key for every tile of query rows.
     """
-    # Rows of a tile lie in blocks of their own, with factors of their own.
-    PER_KEY: tl.constexpr = key_scale_ptr is not None or block_bias_ptr is not None
     seq, tile = tile_of_program(batch, QUERIES_PER_KV, BLOCK_M, ONE_SEQ)
     kv_head = tl.program_id(1)
     token, head, mask_m, has_rows = tile_rows(
@@ -152,7 +177,6 @@ def _gather_kernel(
         return
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    mask_d = (offs_d < HEAD_SIZE)[None, :]
     seq_len = tl.load(batch.seq_lens_ptr + seq).to(tl.int32)
     table_ptr = block_table_ptr + tl.cast(seq, tl.int64) * stride_table.seq
     key_head_ptr = key_pool_ptr + kv_head.to(tl.int64) * stride_key.head
@@ -177,7 +201,11 @@ def _gather_kernel(
         # A product and no difference, or the compiler does not see that tiles start at multiples.
         rest = start + ((stop - start).to(tl.int64) // BLOCK_N * BLOCK_N).to(tl.int32)
         for first in tl.range(start, rest, BLOCK_N):
-            key, value, tile_scale, bias = _gather_rows(
+            acc, row_max, row_sum = _attend_positions(
+                query,
+                acc,
+                row_max,
+                row_sum,
                 key_head_ptr,
                 value_head_ptr,
                 key_scale_ptr,
@@ -193,33 +221,22 @@ def _gather_kernel(
                 stride_bias,
                 scale_log2,
                 first + offs_n,
-                mask_d,
+                None,
                 offs_d,
-                query.dtype,
                 BLOCK_SIZE,
+                BLOCK_D,
+                HEAD_SIZE,
+                PRECISION,
                 WIDE,
-                BLOCK_D != HEAD_SIZE,
+                False,
             )
-            acc, row_max, row_sum = softmax_step(
+        if rest < stop:
+            # A row that is not there looks the last one up: nothing past the table is read.
+            acc, row_max, row_sum = _attend_positions(
                 query,
-                key,
-                value,
                 acc,
                 row_max,
                 row_sum,
-                tile_scale,
-                bias,
-                1.0,
-                mask_d,
-                False,
-                PER_KEY,
-                False,
-                PRECISION,
-            )
-        if rest < stop:
-            mask_n = rest + offs_n < stop
-            # A row that is not there looks the last one up: nothing past the table is read.
-            key, value, tile_scale, bias = _gather_rows(
                 key_head_ptr,
                 value_head_ptr,
                 key_scale_ptr,
@@ -235,28 +252,14 @@ def _gather_kernel(
                 stride_bias,
                 scale_log2,
                 tl.minimum(rest + offs_n, stop - 1),
-                mask_n[:, None] & mask_d,
+                rest + offs_n < stop,
                 offs_d,
-                query.dtype,
                 BLOCK_SIZE,
+                BLOCK_D,
+                HEAD_SIZE,
+                PRECISION,
                 WIDE,
                 True,
-            )
-            acc, row_max, row_sum = softmax_step(
-                query,
-                key,
-                value,
-                acc,
-                row_max,
-                row_sum,
-                tile_scale,
-                bias,
-                1.0,
-                mask_n,
-                True,
-                PER_KEY,
-                False,
-                PRECISION,
             )
     if key_current_ptr is not None:
         first_row = tl.load(batch.current_start_loc_ptr + seq)

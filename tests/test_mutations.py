@@ -357,8 +357,8 @@ GATHER_FAULTS = {
     "one row too many": ("rest + offs_n < stop", "rest + offs_n <= stop"),
     "one row short": ("rest + offs_n < stop", "rest + offs_n < stop - 1"),
     "rest not masked": (
-        "mask_n,\n                True,\n                PER_KEY",
-        "mask_n,\n                False,\n                PER_KEY",
+        "mask_n,\n        MASKED,\n        PER_KEY",
+        "mask_n,\n        False,\n        PER_KEY",
     ),
     "first block for all": ("table_ptr + entry * stride_table.entry", "table_ptr + entry * 0"),
     "first slot of each block": ("+= slot * stride_key.slot", "+= slot * 0"),
