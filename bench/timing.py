@@ -1,5 +1,8 @@
-"""Timing shared by the benchmarks: variants interleaved, cold caches, medians with their spread."""
+"""What the benchmarks share: interleaved timing with cold caches, the roof, rows of results."""
 
+import argparse
+import json
+import os
 import platform
 import statistics
 import subprocess
@@ -9,55 +12,74 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench/results"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+FEWEST_ROUNDS = 3
+Variants = dict[str, Callable[[], object]]
 
 
+# -- timing ----------------------------------------------------------------------------------------
 def interleaved(
-    variants: dict[str, Callable[[], object]],
-    device: torch.device,
-    repeats: int,
-    tick: Callable[[], object] = lambda: None,
+    variants: Variants, device: torch.device, rounds: int, budget: float = float("inf")
 ) -> dict[str, list[float]]:
     """Time the variants in turn, A B C A B C ..., after one call of each that does not count.
 
     Args:
         variants: name to call.
         device: where they run; on a GPU CUDA events time them, and the L2 cache is flushed in
-            between.
-        repeats: counted calls of each variant.
-        tick: called after each counted call, for a progress bar.
+            between, which also gives the host time to run ahead.
+        rounds: counted calls of each variant, at most.
+        budget: seconds after which no further round begins, once there are three.
 
     Returns:
         Seconds of each counted call, for each name.
     """
-    on_gpu = device.type == "cuda"
-    flush = torch.empty(256 << 20, dtype=torch.int8, device=device) if on_gpu else None
+    timed = _gpu_timer(device) if device.type == "cuda" else _cpu_seconds
     for call in variants.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(repeats):
-        for name, call in variants.items():
-            if flush is not None:
-                flush.zero_()
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                call()
-                stop.record()
-                stop.synchronize()
-                seconds[name].append(start.elapsed_time(stop) / 1e3)
-            else:
-                began = time.perf_counter()
-                call()
-                seconds[name].append(time.perf_counter() - began)
-            tick()
+    began = time.perf_counter()
+    with Progress(transient=True) as progress:
+        task = progress.add_task("timing", total=len(variants) * rounds)
+        for done in range(rounds):
+            if done >= FEWEST_ROUNDS and time.perf_counter() - began > budget:
+                break
+            for name, call in variants.items():
+                seconds[name].append(timed(call))
+                progress.advance(task)
+    return seconds
+
+
+def _cpu_seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _gpu_timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
+
+    def seconds(call: Callable[[], object]) -> float:
+        flush.zero_()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3
+
     return seconds
 
 
 def spread(seconds: list[float]) -> list[float]:
     """Median, 20th and 80th percentile."""
     fifths = statistics.quantiles(seconds, n=5, method="inclusive")
-    return [round(s, 6) for s in (statistics.median(seconds), fifths[0], fifths[3])]
+    return [float(f"{s:.5g}") for s in (statistics.median(seconds), fifths[0], fifths[3])]
 
 
 def speed_ratio(theirs: list[float], ours: list[float]) -> float:
@@ -65,18 +87,89 @@ def speed_ratio(theirs: list[float], ours: list[float]) -> float:
     return round(statistics.median(t / o for t, o in zip(theirs, ours, strict=True)), 3)
 
 
+# -- the roof: what this machine does at best, timed as one more variant ---------------------------
+def large_product(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
+    """A large matrix product, and its floating-point operations."""
+    n = 8192 if device.type == "cuda" else 1536
+    a, b, out = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
+    return lambda: torch.mm(a, b, out=out), 2.0 * n**3
+
+
+def large_copy(device: torch.device) -> tuple[Callable[[], object], float]:
+    """A large copy, and the bytes that it reads and writes."""
+    source = torch.randn((1 << 30 if device.type == "cuda" else 1 << 27) // 4, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source), 2.0 * source.nbytes
+
+
+def share_of_roof(
+    work: float, seconds: list[float], roof_work: float, roof_seconds: list[float]
+) -> float:
+    """Rate of a variant over the rate of the roof, the median over rounds."""
+    return round(speed_ratio(roof_seconds, seconds) * work / roof_work, 3)
+
+
+# -- results ---------------------------------------------------------------------------------------
+def arguments(doc: str, rounds: int = 7) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=rounds, help="timed calls of each variant")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds a case, about")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print rows, not tables")
+    parser.add_argument(
+        "--append",
+        type=Path,
+        nargs="?",
+        const=results_file(find_device()),
+        help="append the rows to a file of JSON lines; default: this machine's in bench/results",
+    )
+    return parser
+
+
+def find_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def results_file(device: torch.device) -> Path:
+    """The file of this machine's results."""
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return RESULTS / f"{card.lower().replace(' ', '-')}.jsonl"
+
+
+def record(row: dict[str, Any], args: argparse.Namespace, table: Table) -> None:
+    """Print one result, as a table or as JSON, and append it where asked."""
+    if args.json:
+        print(json.dumps(row), flush=True)
+    else:
+        Console().print(table)
+    if args.append:
+        args.append.parent.mkdir(parents=True, exist_ok=True)
+        with args.append.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def table_of(title: str, *columns: str) -> Table:
+    """An empty table: text on the left, numbers on the right."""
+    table = Table(title=title)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    return table
+
+
 def conditions(device: torch.device, seed: int) -> dict[str, Any]:
     """What a result must say to be comparable: commit, machine, versions, threads, seed."""
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
     dirty = subprocess.run(
-        [*git, "status", "--porcelain", "-uno", "--", ":!bench/results"],
+        [*git, "status", "--porcelain", "-uno", "--", ":!bench/results", ":!*.md", ":!docs"],
         capture_output=True,
         text=True,
     )
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
     return {
         "commit": commit.stdout.strip() + ("-dirty" if dirty.stdout.strip() else ""),
+        "date": time.strftime("%Y-%m-%d"),
         "card": card,
         "torch": torch.__version__,
         "python": platform.python_version(),
