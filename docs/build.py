@@ -31,7 +31,7 @@ GUIDES = (
 )
 MODULES = (
     "chunkattn",
-    *(f"chunkattn.{name}" for name in ("requests", "policy", "presets", "capacity")),
+    *(f"chunkattn.{name}" for name in ("session", "requests", "policy", "presets", "capacity")),
 )
 MODULES += ("chunkattn.testing", "chunkattn.interpreter")
 KERNELS = tuple(f"chunkattn.kernels.{path.stem}" for path in sorted(ROOT.glob("kernels/*.py")))
