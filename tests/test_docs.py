@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import chunkattn
+from chunkattn.kernels.tuning import padding_waste, walk_tiles
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -86,3 +87,18 @@ def test_the_site_builds(tmp_path):
     for page, text in pages.items():
         for link in re.findall(r'href="(?!https?:|#|\$)([^"#]+)', text):
             assert (tmp_path / page.parent / link).exists(), (page, link)
+
+
+def test_padding_in_the_guide_and_in_its_picture():
+    """The guide says what the table of tiles gives; else run `docs/draw_tiles.py` again, too."""
+    text = " ".join((ROOT / "docs/kernels.md").read_text().split())
+    said = re.findall(r"(\d+) pay (\d+)(?: columns each)?, ([\d.]+) %", text)
+    assert len(said) == 2
+    for block_size, columns, share in said:
+        waste = padding_waste(int(block_size), walk_tiles(90, 128, 2, int(block_size), 128))
+        assert round(waste * int(block_size)) == int(columns)
+        assert round(100 * waste, 1) == float(share)
+
+
+def test_the_citation_names_this_version():
+    assert f"version: {chunkattn.__version__}\n" in (ROOT / "CITATION.cff").read_text()
