@@ -83,6 +83,7 @@ mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py $(JOBS) $(ARGS)
 
 docs: $(STAMP)
+	rm -rf out/docs
 	$(BIN)/python docs/build.py $(ARGS)
 
 dist: $(STAMP)

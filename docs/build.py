@@ -29,11 +29,8 @@ GUIDES = (
     "CHANGELOG.md",
     "SECURITY.md",
 )
-MODULES = (
-    "chunkattn",
-    *(f"chunkattn.{name}" for name in ("session", "requests", "policy", "presets", "capacity")),
-)
-MODULES += ("chunkattn.testing", "chunkattn.interpreter")
+PUBLIC = ("session", "requests", "policy", "presets", "capacity", "testing", "interpreter")
+MODULES = ("chunkattn", *(f"chunkattn.{name}" for name in PUBLIC))
 KERNELS = tuple(f"chunkattn.kernels.{path.stem}" for path in sorted(ROOT.glob("kernels/*.py")))
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
 
@@ -65,7 +62,7 @@ def guide(source: str, site: Path) -> pdoc.doc.Module:
 
 
 def build(site: Path) -> None:
-    """Write the site into an empty folder."""
+    """Write the site into a folder; what else is there stays."""
     for name in (*MODULES, *KERNELS):
         importlib.import_module(name)  # others' warnings at import are not about our pages
     for name in chunkattn.__all__:
@@ -92,8 +89,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "out/docs", help="default: out/docs")
     site = parser.parse_args().out
-    shutil.rmtree(site, ignore_errors=True)
-    site.mkdir(parents=True)
     build(site)
     print(f"{site / 'index.html'}: {len(list(site.rglob('*.html')))} pages")
 
