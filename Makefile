@@ -1,7 +1,7 @@
 # `make` lists the targets. Needs Python 3.11 or newer and make; everything else is set up in .venv.
 
 .DEFAULT_GOAL := help
-.PHONY: aot bench clean demo distclean help lint lock mutants setup test test-vllm
+.PHONY: aot bench clean demo dist distclean docs help lint lock mutants setup test test-vllm
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed-$(DEVICE)
 
 # $(call pin,NAME): the version of NAME in the lock.
 pin = $(shell sed -n 's/^$(1)==//p' $(LOCK))
-DEV_TOOLS := build hypothesis mypy pre_commit pytest pytest-xdist ruff
+DEV_TOOLS := build hypothesis mypy pdoc pre_commit pytest pytest-xdist ruff
 
 # On a CPU one test process for each core; a GPU is not shared.
 JOBS := $(if $(filter cpu,$(DEVICE)),-n logical --dist loadfile)
@@ -37,6 +37,8 @@ help:
 	@echo "make aot     compile the kernels for other GPUs and count; TRITON=3.9.0 compares the counts"
 	@echo "             of that version of Triton with the budgets"
 	@echo "make mutants plant the faults that the tests must find, print which check found each"
+	@echo "make docs    the guides and the API reference as a site: out/docs"
+	@echo "make dist    build wheel and sdist in dist/, and try both in an empty environment"
 	@echo "make setup   only set up $(VENV) (the targets above do it themselves)"
 	@echo "make lock    rewrite $(LOCK) from what is installed"
 	@echo "make clean   remove what was built and written; make distclean removes $(VENV) too"
@@ -79,6 +81,15 @@ $(VENV)/triton-%/.installed: | $(STAMP)
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py $(JOBS) $(ARGS)
+
+docs: $(STAMP)
+	rm -rf out/docs
+	$(BIN)/python docs/build.py $(ARGS)
+
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python tests/check_dist.py $(LOCK)
 
 setup: $(STAMP)
 

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class ARDiffusionKVCache(Requests):
     """The paged K/V cache of one model.
 
-    The high road is `open_session`. Below it lie the seed's calls, one request a branch:
+    Most callers need `open_session` alone. Below it lie the calls of one request a branch:
     ``begin_request``, then per chunk ``allocate_chunk``, ``chunk_write_slots``, the model's writes,
     ``commit_chunk``; at the end ``end_request``.
 

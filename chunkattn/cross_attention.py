@@ -1,4 +1,4 @@
-"""Cross-attention K/V: the seed's static pools of a model, and named ones that a session owns."""
+"""Cross-attention K/V: static pools of a model, and named ones that a session owns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -135,8 +135,8 @@ def paged_window_attention(
         current_start_loc: ``(num_seqs + 1,)`` as ``query_start_loc``, over the rows of
             ``key_current``.
         key_scale: only for pools of ``torch.float8_e4m3fn``: a number, a float32 tensor of one, or
-            ``(num_blocks, num_kv_heads)`` float32; a stored row times its scale is the row. None is
-            1. Only visible blocks are looked at.
+            ``(num_blocks, num_kv_heads)`` float32; None is 1. A stored row times its scale is the
+            row. Only visible blocks are looked at.
         value_scale: as ``key_scale``.
         out: ``(num_tokens, num_heads, head_size)`` of ``query``'s dtype, written in place; None
             allocates it.

@@ -52,7 +52,7 @@ def locked(
 
 
 class Requests:
-    """The part of `ARDiffusionKVCache` that owns blocks: the seed's calls, one request a branch.
+    """The part of `ARDiffusionKVCache` that owns blocks: its calls of one request a branch.
 
     Args:
         spec: the window.
