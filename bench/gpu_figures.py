@@ -12,11 +12,10 @@ from gpu_predict import (
     Counts,
     calls_of,
     card_of,
+    chosen_split,
     predict_call,
-    tiles_of,
 )
 
-from chunkattn.kernels.tuning import split_programs
 from chunkattn.presets import get_preset
 
 matplotlib.use("Agg")
@@ -45,10 +44,7 @@ def draw(counts: Counts, directory: Path) -> None:
 
 def seconds_of(card: Card, counts: Counts, call: Call) -> dict[str, float]:
     """As the kernels choose to launch the call."""
-    tiles = -(-call.query_rows * call.heads // call.kv_heads // tiles_of(card, call).block_m)
-    num_split = split_programs(tiles * call.kv_heads, card.multiprocessors)
-    kernel = "walk_split" if num_split else "walk"
-    return predict_call(card, counts, call, kernel, num_split).seconds
+    return predict_call(card, counts, call, chosen_split(card, call)).seconds
 
 
 def draw_roofline(counts: Counts, path: Path) -> None:

@@ -11,9 +11,10 @@ and says how wrong the model is.
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from gpu_predict import (
     Counts,
     calls_of,
     card_of,
+    chosen_split,
+    kernel_of,
     load_counts,
     predict,
     predict_call,
@@ -37,25 +40,24 @@ from gpu_predict import (
 from rich.console import Console
 from rich.table import Table
 
-from chunkattn.kernels.tuning import GATHER_BELOW, split_programs
+from chunkattn.kernels.tuning import GATHER_BELOW
 from chunkattn.presets import PRESETS
 
 LABEL = "model, not measured"
 BOUNDS = ("overlapped", "half", "serial")
 
 
-def rows_of(card: Card, preset: str, counts: Counts) -> Iterator[dict[str, Any]]:
+def rows_of(
+    card: Card, preset: str, counts: Counts, block_size: int | None = None
+) -> Iterator[dict[str, Any]]:
     """A result row for each call of a preset, unsplit and, where the kernel can, split."""
-    for call in calls_of(preset):
-        tiles, gathers = tiles_of(card, call), call.block_size < GATHER_BELOW
-        tiles_in_all = -(-call.query_rows * call.heads // call.kv_heads // tiles.block_m)
-        chosen = split_programs(tiles_in_all * call.kv_heads, card.multiprocessors)
-        peer = None
-        if call.block_size % 16 == 0:  # others are refused by vLLM
-            peer = predict_call(card, counts, call, PEER).seconds["serial"]
-        for num_split in (0,) if gathers else (0, card.multiprocessors):
-            kernel = "gather" if gathers else "walk_split" if num_split else "walk"
-            found = predict_call(card, counts, call, kernel, num_split)
+    for call in calls_of(preset, block_size):
+        chosen, peer = chosen_split(card, call), None
+        if (PEER, card.arch, call.block_size, 16) in counts and call.block_size % 16 == 0:
+            peer = predict_call(card, counts, call, kernel=PEER).seconds["serial"]
+        splits = (0,) if call.block_size < GATHER_BELOW else (0, card.multiprocessors)
+        for num_split in splits:
+            found = predict_call(card, counts, call, num_split)
             seconds = found.seconds
             yield {
                 "benchmark": "attention model",
@@ -69,9 +71,9 @@ def rows_of(card: Card, preset: str, counts: Counts) -> Iterator[dict[str, Any]]
                 "heads": call.heads,
                 "head_size": call.head_size,
                 "dtype": "bfloat16",
-                "kernel": kernel,
+                "kernel": kernel_of(call, num_split),
                 "programs": found.schedule.programs,
-                "is_default": gathers or num_split == chosen,
+                "is_default": num_split == chosen,
                 "seconds": {bound: float(f"{s:.4g}") for bound, s in seconds.items()},
                 "tflops": round(call.flop / seconds["serial"] / 1e12, 1),
                 "limiter": found.limiter(),
@@ -112,37 +114,33 @@ def measured(row: dict[str, Any]) -> float | None:
     found = None
     for path in sorted((BENCH / "results").glob("*.jsonl")):
         for other in map(json.loads, path.read_text().splitlines()):
-            if other["benchmark"] == "attention" and all(other.get(k) == row[k] for k in keys):
+            if other.get("benchmark") == "attention" and all(other.get(k) == row[k] for k in keys):
                 found = other["seconds"]["chunkattn"][0]
     return found
 
 
-def compile_missing(counts: Counts) -> None:
+def compile_missing(counts: Counts, block_size: int | None) -> None:
     """Compile what the calls of the presets need and the counts lack, into `MORE_COUNTS`."""
     from chunkattn import aot, aot_vllm
     from chunkattn.aot_launch import Shape
 
     more = json.loads(MORE_COUNTS.read_text()) if MORE_COUNTS.exists() else []
     windowed = [name for name, preset in PRESETS.items() if preset.window_frames]
-    for arch in dict.fromkeys(facts["arch"] for facts in FACTS.values()):
-        card = next(card_of(name) for name in FACTS if FACTS[name]["arch"] == arch)
-        for call in (call for name in windowed for call in calls_of(name)):
+    for card in {facts["arch"]: card_of(name) for name, facts in FACTS.items()}.values():
+        for call in (call for name in windowed for call in calls_of(name, block_size)):
             shape = Shape(call.block_size, call.head_size, call.query_rows)
             block_m = tiles_of(card, call).block_m
+            jobs: dict[tuple[str, int], Callable[[str, Shape], aot.Row]] = {
+                ("walk", block_m): aot.compile_walk,
+                ("walk_split", block_m): functools.partial(aot.compile_walk, split=True),
+                (PEER, 16): aot_vllm.compile_vllm,
+            }
             if call.block_size < GATHER_BELOW:
-                jobs = {("gather", block_m): lambda s=shape, a=arch: aot.compile_gather(a, s)}
-            else:
-                jobs = {
-                    ("walk", block_m): lambda s=shape, a=arch: aot.compile_walk(a, s),
-                    ("walk_split", block_m): lambda s=shape, a=arch: aot.compile_walk(
-                        a, s, split=True
-                    ),
-                    (PEER, 16): lambda s=shape, a=arch: aot_vllm.compile_vllm(a, s),
-                }
+                jobs = {("gather", block_m): aot.compile_gather}
             for (kernel, rows), job in jobs.items():
-                key = (kernel, arch, call.block_size, rows)
+                key = (kernel, card.arch, call.block_size, rows)
                 if key not in counts:
-                    counts[key] = dataclasses.asdict(job())
+                    counts[key] = dataclasses.asdict(job(card.arch, shape))
                     more.append(counts[key])
     MORE_COUNTS.write_text(json.dumps(more, indent=2) + "\n")
 
@@ -195,6 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--card", nargs="+", choices=list(FACTS), default=list(FACTS))
     parser.add_argument("--preset", nargs="+", choices=windowed, default=windowed)
+    parser.add_argument("--block-size", type=int, help="tokens of a block; default: one frame's")
     parser.add_argument("--json", action="store_true", help="print rows, not tables")
     parser.add_argument("--append", type=Path, help="append the rows to this JSON-lines file")
     parser.add_argument("--figures", type=Path, help="draw the figures into this directory")
@@ -202,13 +201,16 @@ def main() -> int:
     args = parser.parse_args()
 
     if args.compile:
-        compile_missing(load_counts())
+        compile_missing(load_counts(), args.block_size)
     counts = load_counts()
-    rows = {
-        (name, preset): list(rows_of(card_of(name), preset, counts))
-        for name in args.card
-        for preset in args.preset
-    }
+    try:
+        rows = {
+            (name, preset): list(rows_of(card_of(name), preset, counts, args.block_size))
+            for name in args.card
+            for preset in args.preset
+        }
+    except ValueError as error:
+        parser.error(f"{error}; see --compile")
     errors = list(error_rows(counts))
     everything = [*errors, *(row for found in rows.values() for row in found)]
     if args.json:

@@ -25,7 +25,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chunkattn.kernels.split import split_sizes
-from chunkattn.kernels.tuning import GATHER_BELOW, WalkTiles, gather_tiles, walk_tiles
+from chunkattn.kernels.tuning import (
+    GATHER_BELOW,
+    WalkTiles,
+    gather_tiles,
+    split_programs,
+    walk_tiles,
+)
 from chunkattn.presets import get_preset
 
 Counts = dict[tuple[str, str, int, int], dict[str, Any]]
@@ -110,8 +116,13 @@ def card_of(name: str) -> Card:
     return Card(name, **facts)
 
 
-def calls_of(preset_name: str) -> list[Call]:
-    """The full window's call; of models with action rows every call of a cycle, and those alone."""
+def calls_of(preset_name: str, block_size: int | None = None) -> list[Call]:
+    """The full window's call; of models with action rows every call of a cycle, and those alone.
+
+    Args:
+        preset_name: a model that has a window.
+        block_size: tokens of a block; None: one frame's.
+    """
     preset = get_preset(preset_name)
     if preset.window_frames is None:
         raise ValueError(f"`preset` must have a window, got {preset_name!r}")
@@ -128,7 +139,7 @@ def calls_of(preset_name: str) -> list[Call]:
         shapes.append(("action rows alone", action, full * frame + action))
     shapes.append(("one frame, full window", frame, full * frame))
     heads = (preset.heads, preset.kv_heads, preset.head_size)
-    return [Call(*shape, frame, *heads) for shape in shapes]
+    return [Call(*shape, block_size or frame, *heads) for shape in shapes]
 
 
 def tiles_of(card: Card, call: Call) -> WalkTiles:
@@ -137,6 +148,21 @@ def tiles_of(card: Card, call: Call) -> WalkTiles:
     if call.block_size < GATHER_BELOW:
         return gather_tiles(card.capability, call.head_size, ELEMENT, rows)
     return walk_tiles(card.capability, call.head_size, ELEMENT, call.block_size, rows)
+
+
+def chosen_split(card: Card, call: Call) -> int:
+    """Programs that the launcher divides the keys among; 0: it does not."""
+    if call.block_size < GATHER_BELOW:
+        return 0
+    tiles = num_tiles_of(tiles_of(card, call).block_m, call)
+    return split_programs(tiles, card.multiprocessors)
+
+
+def kernel_of(call: Call, num_split: int) -> str:
+    """The name that the counts have for our kernel."""
+    if call.block_size < GATHER_BELOW:
+        return "gather"
+    return "walk_split" if num_split else "walk"
 
 
 def load_counts() -> Counts:
@@ -155,7 +181,7 @@ class Schedule(NamedTuple):
     busiest: float  # of the one that has most
     starts: int  # of programs one after another, or of pieces of a split launch's program
     launch_seconds: float
-    passes: dict[str, float]  # over the K and V of one head, from HBM, all heads
+    passes: dict[str, float]  # over the K and V of a head, read from HBM; by bound
 
 
 class Prediction(NamedTuple):
@@ -231,10 +257,10 @@ def resident_of(card: Card, row: dict[str, Any]) -> int:
     return min(65536 // registers, (card.shared_kib << 10) // shared, 32)
 
 
-def num_tiles_of(row: dict[str, Any], call: Call) -> int:
+def num_tiles_of(block_m: int, call: Call) -> int:
     """Tiles of query rows, of all K/V heads."""
     rows = call.query_rows * call.heads // call.kv_heads
-    return -(-rows // row["block_m"]) * call.kv_heads
+    return -(-rows // block_m) * call.kv_heads
 
 
 def heads_read(num_tiles: int, num_running: int, kv_heads: int) -> int:
@@ -255,7 +281,7 @@ def schedule_of(
     card: Card, row: dict[str, Any], tiles: WalkTiles, call: Call, num_split: int
 ) -> Schedule:
     """How a launch lies on the card; arguments as `predict`."""
-    num_tiles, fit = num_tiles_of(row, call), resident_of(card, row)
+    num_tiles, fit = num_tiles_of(row["block_m"], call), resident_of(card, row)
     fits_l2 = call.kv_heads * call.head_bytes <= card.l2_mib << 20
     if not num_split:
         busiest = -(-num_tiles // card.multiprocessors)
@@ -322,14 +348,17 @@ def predict(
 
 
 def predict_call(
-    card: Card, counts: Counts, call: Call, kernel: str, num_split: int = 0
+    card: Card, counts: Counts, call: Call, num_split: int = 0, kernel: str | None = None
 ) -> Prediction:
-    """Predict a call of the presets with our kernel or the peer's.
+    """Predict a call as our kernels, or another of the counts, compute it.
 
     Raises:
-        KeyError: the kernel was not compiled for this call (``--compile``).
+        ValueError: the kernel was not compiled for this call (``--compile``).
     """
     tiles = tiles_of(card, call)
+    kernel = kernel or kernel_of(call, num_split)
     block_m = 16 if kernel == PEER else tiles.block_m
-    row = counts[kernel, card.arch, call.block_size, block_m]
-    return predict(card, row, tiles, call, num_split)
+    key = (kernel, card.arch, call.block_size, block_m)
+    if key not in counts:
+        raise ValueError(f"`counts` must have kernel, target, block size and rows, got no {key}")
+    return predict(card, counts[key], tiles, call, num_split)
