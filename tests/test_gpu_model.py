@@ -83,16 +83,18 @@ def test_heads_are_read_once_a_wave():
     assert gpu_predict.heads_read(12, 1, 4) == 12
 
 
-@pytest.mark.parametrize("query_rows", [1, 128, 880, 1785])
-def test_waves_against_a_queue_of_programs(query_rows):
+@pytest.mark.parametrize(
+    ("query_rows", "heads"), [(1, 40), (128, 40), (880, 40), (1785, 40), (128, 132), (250, 66)]
+)
+def test_waves_against_a_queue_of_programs(query_rows, heads):
     """An idle multiprocessor takes the next program: when is the last one done?"""
-    call = Call("", query_rows, 880, 880, 40, 40, 128)
+    call = Call("", query_rows, 880, 880, heads, heads, 128)
     row = walk_row()
     parts = predict(H100, row, tiles_of(H100, call), call).parts["serial"]
     one = predict(H100, row, tiles_of(H100, call), call._replace(query_rows=1, heads=1, kv_heads=1))
     seconds = sum(one.parts["serial"].values()) - gpu_predict.LAUNCH_SECONDS
     free = [0.0] * H100.multiprocessors
-    for _ in range(-(-query_rows // 128) * 40):
+    for _ in range(-(-query_rows // 128) * heads):
         heapq.heapreplace(free, free[0] + seconds)
     assert sum(parts.values()) == pytest.approx(max(free) + gpu_predict.LAUNCH_SECONDS)
 
