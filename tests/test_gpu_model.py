@@ -88,12 +88,13 @@ def test_heads_are_read_once_a_wave():
 )
 def test_waves_against_a_queue_of_programs(query_rows, heads):
     """An idle multiprocessor takes the next program: when is the last one done?"""
+    card = H100._replace(hbm_tbs=1000.0)
     call = Call("", query_rows, 880, 880, heads, heads, 128)
     row = walk_row()
-    parts = predict(H100, row, tiles_of(H100, call), call).parts["serial"]
-    one = predict(H100, row, tiles_of(H100, call), call._replace(query_rows=1, heads=1, kv_heads=1))
+    parts = predict(card, row, tiles_of(card, call), call).parts["serial"]
+    one = predict(card, row, tiles_of(card, call), call._replace(query_rows=1, heads=1, kv_heads=1))
     seconds = sum(one.parts["serial"].values()) - gpu_predict.LAUNCH_SECONDS
-    free = [0.0] * H100.multiprocessors
+    free = [0.0] * card.multiprocessors
     for _ in range(-(-query_rows // 128) * heads):
         heapq.heapreplace(free, free[0] + seconds)
     assert sum(parts.values()) == pytest.approx(max(free) + gpu_predict.LAUNCH_SECONDS)
