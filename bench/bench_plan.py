@@ -1,7 +1,7 @@
 """Host time to plan a forward and to commit it, beside vllm-omni's own, in one process.
 
     python bench/bench_plan.py
-    python bench/bench_plan.py --preset dreamzero_14b --append bench/results/cpu.jsonl --plot docs
+    python bench/bench_plan.py --preset dreamzero_14b --append
 
 A rollout of spans, each one first denoise forward (which writes the plan), one repeated denoise
 forward and one commit forward, on both systems in turn, and books without tensors: nothing but host
@@ -11,21 +11,16 @@ code is timed. Of vllm-omni: ``get_kv_caches``, ``prepare``, ``to_layer_inputs``
 ours.
 """
 
-import argparse
 import gc
-import json
 import logging
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, SupportsInt
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from timing import conditions, speed_ratio, spread
+from timing import arguments, conditions, record, speed_ratio, spread, table_of
 
 from chunkattn.cache import ARDiffusionKVCache
 from chunkattn.config import ARDiffusionKVConfig
@@ -34,6 +29,7 @@ from chunkattn.presets import PRESETS, ModelPreset, get_preset
 GEOMETRIES = ("dreamzero_14b", "lingbot_world_v2", "longlive_2_5b")
 KINDS = ("first denoise", "repeated denoise", "commit")
 OURS, THEIRS = "chunkattn", "vllm-omni"
+Forward = Callable[[bool], SupportsInt]
 
 
 def arguments_of(preset: ModelPreset, layers: int) -> dict[str, Any]:
@@ -59,8 +55,8 @@ def config_of(preset: ModelPreset) -> dict[str, Any]:
     }
 
 
-def ours(preset: ModelPreset, layers: int) -> Callable[[bool], None]:
-    """One forward of chunkattn; True commits it."""
+def ours(preset: ModelPreset, layers: int) -> Forward:
+    """One forward of chunkattn; True commits it. Returns how many rows it sees."""
     cache = ARDiffusionKVCache(
         ARDiffusionKVConfig(**config_of(preset)),
         **arguments_of(preset, layers),
@@ -72,17 +68,18 @@ def ours(preset: ModelPreset, layers: int) -> Callable[[bool], None]:
     seq_len = preset.frames_per_span * preset.frame_tokens
     action_len = preset.action_tokens + preset.state_tokens
 
-    def forward(commit: bool) -> None:
+    def forward(commit: bool) -> SupportsInt:
         with session.forward(seq_len=seq_len, commit=commit, action_len=action_len) as fwd:
             for layer in range(layers):
                 fwd.layer_plan(layer)
                 fwd.mark_layer_written(layer)
+        return fwd.kv_len
 
     return forward
 
 
-def theirs(preset: ModelPreset, layers: int) -> Callable[[bool], None]:
-    """One forward of vllm-omni; True commits it."""
+def theirs(preset: ModelPreset, layers: int) -> Forward:
+    """One forward of vllm-omni; True commits it. Returns how many rows it sees."""
     from vllm_omni.experimental.ar_diffusion.capability import ARDiffusionKVBranchSpec
     from vllm_omni.experimental.ar_diffusion.kv_cache import config, manager, state
 
@@ -102,16 +99,26 @@ def theirs(preset: ModelPreset, layers: int) -> Callable[[bool], None]:
     seq_len = preset.frames_per_span * preset.frame_tokens
     action_len = preset.action_tokens + preset.state_tokens
 
-    def forward(commit: bool) -> None:
+    def forward(commit: bool) -> SupportsInt:
         contexts = kv.get_kv_caches("positive", seq_len=seq_len, commit_current=commit)
         contexts[0].forward_ctx.prepare(device, action_len, seq_len + action_len)
-        _ = [context.to_layer_inputs() for context in contexts]
+        inputs = [context.to_layer_inputs() for context in contexts]
         kv.commit_paged_context("positive")
+        return inputs[0].seq_lens
 
     return forward
 
 
-def rollout(systems: dict[str, Callable[[bool], None]], spans: int) -> dict[str, dict[str, list]]:
+def same_windows(systems: dict[str, Forward], spans: int) -> bool:
+    """Whether all systems see as many rows in every forward of some spans."""
+    return all(
+        len({int(forward(commit)) for forward in systems.values()}) == 1
+        for _ in range(spans)
+        for commit in (False, False, True)
+    )
+
+
+def rollout(systems: dict[str, Forward], spans: int) -> dict[str, dict[str, list]]:
     """Seconds of each kind of forward of each system, span by span, the systems in turn."""
     clock = time.perf_counter
     seconds = {name: {kind: [] for kind in KINDS} for name in systems}
@@ -127,7 +134,7 @@ def rollout(systems: dict[str, Callable[[bool], None]], spans: int) -> dict[str,
     return seconds
 
 
-def long_rollout(forward: Callable[[bool], None], spans: tuple[int, ...]) -> dict[int, list[float]]:
+def long_rollout(forward: Forward, spans: tuple[int, ...]) -> dict[int, list[float]]:
     """Seconds of a span, one denoise and one commit forward, around each of some span numbers."""
     clock = time.perf_counter
     around = 200
@@ -150,62 +157,38 @@ def long_rollout(forward: Callable[[bool], None], spans: tuple[int, ...]) -> dic
     return seconds
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Median host time of a span against its number: both systems, one panel a model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(rows), figsize=(4 * len(rows), 3.4), sharey=True)
-    for axis, row in zip(axes if len(rows) > 1 else [axes], rows, strict=True):
-        for name, marker in ((THEIRS, "s"), (OURS, "o")):
-            points = row["by_span"][name]
-            spans = [int(span) for span in points]
-            median = [1e6 * points[span][0] for span in points]
-            axis.plot(spans, median, marker=marker, label=name)
-        axis.set(xscale="log", title=row["preset"], xlabel="span number")
-        axis.grid(alpha=0.3)
-    first = axes[0] if len(rows) > 1 else axes
-    first.set_ylabel("host µs, denoise + commit")
-    first.set_ylim(0)  # of all, once everything is drawn
-    first.legend(loc="center right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-
-
-def show(row: dict[str, Any]) -> None:
-    """Print one result as a table."""
-    table = Table(title=f"{row['preset']}: host µs a forward, {row['layers']} layers")
-    for column in ("forward", OURS, THEIRS, "theirs / ours"):
-        table.add_column(column, justify="left" if column == "forward" else "right")
+def show(row: dict[str, Any]) -> Any:
+    """One result as a table."""
+    table = table_of(
+        f"{row['preset']}: host µs a forward, {row['layers']} layers",
+        *("forward", OURS, THEIRS, "theirs / ours"),
+    )
     for kind in KINDS:
         times = [f"{1e6 * row['seconds'][name][kind][0]:.1f}" for name in (OURS, THEIRS)]
         table.add_row(kind, *times, f"{row['ratio'][kind]:.1f}")
     for name in (OURS, THEIRS):
         spans = list(row["by_span"][name])
         table.add_row(f"{name}: span {spans[-1]} / span {spans[0]}", "", "", str(row["flat"][name]))
-    Console().print(table)
+    return table
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=sorted(PRESETS), action="append")
+    parser = arguments(__doc__)
+    parser.add_argument("--preset", choices=sorted(PRESETS), nargs="+", default=GEOMETRIES)
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--spans", type=int, default=500, help="spans of the interleaved rollout")
     parser.add_argument("--longest", type=int, default=100_000, help="last span number")
-    parser.add_argument("--append", type=Path, help="append the results to this JSON-lines file")
-    parser.add_argument("--plot", type=Path, help="write plan_cost.png into this folder")
     args = parser.parse_args()
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
     numbers = tuple(10**power for power in range(2, 10) if 10**power <= args.longest)
-    rows = []
-    for name in args.preset or GEOMETRIES:
+    for name in args.preset:
         preset = get_preset(name)
         systems = {OURS: ours(preset, args.layers), THEIRS: theirs(preset, args.layers)}
-        warm = 50
-        seconds = rollout(systems, warm + args.spans)
+        if not same_windows(systems, spans=50):
+            print(f"{name}: the systems see different windows, so no times", file=sys.stderr)
+            return 1
+        seconds = rollout(systems, args.spans)
         # Theirs takes minutes to get to the last span, and is no claim of ours.
         reach = {OURS: numbers, THEIRS: numbers[:-1] or numbers}
         by_span = {system: long_rollout(systems[system], reach[system]) for system in systems}
@@ -214,12 +197,11 @@ def main() -> int:
             "preset": name,
             "layers": args.layers,
             "seconds": {
-                system: {kind: spread(times[warm:]) for kind, times in kinds.items()}
+                system: {kind: spread(times) for kind, times in kinds.items()}
                 for system, kinds in seconds.items()
             },
             "ratio": {
-                kind: speed_ratio(seconds[THEIRS][kind][warm:], seconds[OURS][kind][warm:])
-                for kind in KINDS
+                kind: speed_ratio(seconds[THEIRS][kind], seconds[OURS][kind]) for kind in KINDS
             },
             "by_span": {
                 system: {str(span): spread(times) for span, times in spans.items()}
@@ -231,15 +213,9 @@ def main() -> int:
                 )
                 for system, spans in by_span.items()
             },
-            **conditions(torch.device("cpu"), 0),
+            **conditions(torch.device("cpu"), args.seed),
         }
-        show(row)
-        rows.append(row)
-        if args.append:
-            with args.append.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    if args.plot:
-        plot(rows, args.plot / "plan_cost.png")
+        record(row, args, show(row))
     return 0
 
 
