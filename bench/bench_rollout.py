@@ -38,7 +38,7 @@ from chunkattn import torch_backend
 from chunkattn.presets import PRESETS, get_preset
 
 OURS = Paged.name
-MODELS = ("dreamzero_14b", "lingbot_world_v2")
+MODELS = ("dreamzero_14b", "krea_realtime_14b")
 
 
 class Play:
@@ -162,7 +162,7 @@ def show(row: dict[str, Any]) -> Any:
 def main() -> int:
     parser = arguments(__doc__, rounds=3)
     parser.add_argument("--preset", choices=sorted(PRESETS), nargs="+", default=MODELS)
-    parser.add_argument("--layers", type=int, help="default: 4 on a CPU, the model's on a GPU")
+    parser.add_argument("--layers", type=int, help="default: 2 on a CPU, the model's on a GPU")
     parser.add_argument("--heads", type=int, help="default: 1 on a CPU, the model's on a GPU")
     parser.add_argument("--spans", type=int, help="default: until the window has slid twice")
     parser.add_argument("--denoise-steps", type=int, default=2, help="forwards before each commit")
@@ -177,7 +177,7 @@ def main() -> int:
             preset = get_preset(name)
             geometry = geometry_of(
                 preset,
-                args.layers or (preset.layers if on_gpu else 4),
+                args.layers or (preset.layers if on_gpu else 2),
                 args.heads or (preset.heads if on_gpu else 1),
                 torch.bfloat16 if on_gpu else torch.float32,
                 device,

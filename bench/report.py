@@ -43,11 +43,14 @@ COLOURS = {
 
 
 # -- rows ------------------------------------------------------------------------------------------
+def read_all(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def read(path: Path) -> list[Row]:
     """The rows of a result file; of those about the same thing the last."""
     last: dict[tuple[Any, ...], Row] = {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
+    for row in read_all(path):
         key = tuple(row.get(name) for name in SAME_THING)
         last.pop(key, None)
         last[key] = row
@@ -206,6 +209,25 @@ def compiler(_rows: list[Row]) -> str:
     return markdown([*header, "issue slots a score, of vLLM's"], (line(*key) for key in shown))
 
 
+def model(_rows: list[Row]) -> str:
+    """Predicted, not measured: milliseconds with nothing overlapped (with everything)."""
+    found = [r for r in read_all(RESULTS / "model.jsonl") if r.get("is_default")]
+    cards = list(dict.fromkeys(row["card"] for row in found))
+    times: dict[str, dict[str, str]] = {}
+    for row in found:
+        if row["call"] in ("full window", "span 4 denoise") or (
+            row["preset"] == "dreamzero_14b" and "one" in row["call"]
+        ):
+            shape = f"{row['query_rows']} x {row['kv_rows']}"
+            serial, overlapped = (1e3 * row["seconds"][b] for b in ("serial", "overlapped"))
+            line = times.setdefault(f"{row['preset']}, {row['call']}, {shape}", {})
+            line[row["card"]] = f"{serial:.3g} ({overlapped:.3g})"
+    return markdown(
+        ["model, call, queries x keys", *cards],
+        ([what, *(line.get(card, "") for card in cards)] for what, line in times.items()),
+    )
+
+
 def _issue_slots(row: Row) -> float:
     full = next(loop for loop in row["loops"] if loop["role"] == "full")
     return full["instructions"] * row["num_warps"] / (row["block_m"] * row["block_n"])
@@ -219,6 +241,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "memory": memory,
     "capacity": capacity,
     "compiler": compiler,
+    "model": model,
 }
 MEASURED = ("attention", "rollout", "scatter", "plan", "memory")
 

@@ -126,9 +126,8 @@ def _norm(
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    pairs = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * torch.complex(cos, sin).unsqueeze(1)).flatten(-2)
 
 
 # -- public functions ------------------------------------------------------------------------------
