@@ -33,7 +33,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make test-vllm VLLM=0.32.0  test the manager against that vLLM, in a folder of its own"
 	@echo "make lint    ruff and mypy"
-	@echo "make bench   time the attention kernels"
+	@echo "make bench   run the benchmarks into bench/results, make the README's tables and pictures"
 	@echo "make aot     compile the kernels for other GPUs and count; TRITON=3.9.0 compares the counts"
 	@echo "             of that version of Triton with the budgets"
 	@echo "make mutants plant the faults that the tests must find, print which check found each"
@@ -62,8 +62,12 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python bench/bench_attention.py $(ARGS)
-	$(BIN)/python bench/bench_plan.py --longest 1000
+	$(BIN)/python bench/bench_attention.py --suite --budget 4 --append $(ARGS)
+	$(BIN)/python bench/bench_rollout.py --append $(ARGS)
+	$(BIN)/python bench/bench_scatter.py --append $(ARGS)
+	$(BIN)/python bench/bench_plan.py --longest 1000 --append $(ARGS)
+	$(BIN)/python bench/bench_memory.py --append $(ARGS)
+	$(BIN)/python bench/report.py
 
 ifdef TRITON
 aot: $(VENV)/triton-$(TRITON)/.installed
