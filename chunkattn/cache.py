@@ -16,6 +16,7 @@ from chunkattn.policy import Policy
 from chunkattn.pool import allocate_kv_pool_with_views, pool_write_chunk
 from chunkattn.requests import Requests, locked
 from chunkattn.sizing import (
+    DEFAULT_SCRATCH_BLOCKS,
     SCRATCH_ENV,
     branch_blocks,
     budgeted_blocks,
@@ -76,6 +77,8 @@ class ARDiffusionKVCache(Requests):
         ValueError: an argument does not fit, or the memory holds fewer blocks than a rollout needs
             to go on for ever: sink, window and span of every local branch, and the null block.
     """
+
+    default_scratch_blocks = DEFAULT_SCRATCH_BLOCKS
 
     def __init__(
         self,
@@ -179,7 +182,8 @@ class ARDiffusionKVCache(Requests):
         if scratch:
             self.scratch_blocks_per_branch = scratch_blocks(
                 ceil_div(num_frame_per_block * config.chunk_size, block_size)
-                + ceil_div(max_scratch_tokens_per_branch, block_size)
+                + ceil_div(max_scratch_tokens_per_branch, block_size),
+                self.default_scratch_blocks,
             )
         self.scratch_num_blocks = local_branches * self.scratch_blocks_per_branch
         parts_per_block = block_size // part_of_blocks(block_size, config.chunk_size)
