@@ -72,6 +72,9 @@ class ARDiffusionKVCache(Requests):
             config's sink and window. ``window_chunks`` bounds a span in either case.
         cross_attention: named cross-attention K/V of each session, beside the static pools; room
             for ``session_capacity`` of them is deducted from the memory.
+        debug_group: ranks that must plan the same blocks, for debugging: each forward that opens
+            waits for all of them, and where one plans otherwise, or cannot, it is an error on every
+            rank and nothing stays allocated. None compares nothing.
 
     Raises:
         ValueError: an argument does not fit, or the memory holds fewer blocks than a rollout needs
@@ -104,6 +107,7 @@ class ARDiffusionKVCache(Requests):
         backend: str = "auto",
         policy: Policy | None = None,
         cross_attention: Mapping[str, CrossAttentionSpec] | None = None,
+        debug_group: "torch.distributed.ProcessGroup | None" = None,
     ) -> None:
         from chunkattn.ops import BACKENDS, resolve_backend
 
@@ -145,6 +149,7 @@ class ARDiffusionKVCache(Requests):
         self.local_branches = local_branches
         self.num_frame_per_block = num_frame_per_block
         self.session_capacity = session_capacity
+        self.debug_group = debug_group
         self.window_chunks = window_chunks
         self.backend = backend
         if device is not None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from chunkattn.agreement import open_alike
 from chunkattn.branch import Branch
 from chunkattn.checks import (
     POOL_DTYPES,
@@ -96,6 +97,14 @@ class ForwardContext:
 
     # -- life ----------------------------------------------------------------------------------
     def __enter__(self) -> "ForwardContext":
+        group = self.session.cache.debug_group
+        if group is None:
+            self.open()
+        else:
+            open_alike(self, group)
+        return self
+
+    def open(self) -> None:
         """Allocate and plan.
 
         Raises:
@@ -118,7 +127,6 @@ class ForwardContext:
         side.open_forward = self
         side.ran = True
         session.last_used = next(session.cache.uses)
-        return self
 
     def __exit__(
         self,
