@@ -50,6 +50,7 @@ def test_constructor_arguments():
         "backend": "auto",
         "policy": None,
         "cross_attention": None,
+        "debug_group": None,
     }
     parameters = inspect.signature(ARDiffusionKVCache).parameters
     assert {name: p.default for name, p in parameters.items()} == expected
