@@ -144,6 +144,7 @@ class ARDiffusionKVCache(Requests):
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
+        self.softmax_scale = head_size**-0.5
         self.dtype = dtype
         self.device = torch.device("cpu") if device is None else torch.device(device)
         self.local_branches = local_branches
@@ -253,6 +254,7 @@ class ARDiffusionKVCache(Requests):
             )
             for key, value in zip(self._flat_keys, self._flat_values, strict=True)
         ]
+        self.pool_device = self.table_pools[0][0].device if self.table_pools else self.device
         self.table_scales: list[tuple[torch.Tensor | None, torch.Tensor | None]]
         self.table_scales = [(None, None)] * num_layers
         # What is copied with a block, or with a part of one.
