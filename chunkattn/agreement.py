@@ -43,14 +43,39 @@ def check_same_plan(fwd: "ForwardContext", group: "dist.ProcessGroup | None" = N
         ChunkAttnError: the ranks have planned different blocks, on every rank; names those that
             differ from the first.
     """
-    digests: list[bytes] = [b""] * dist.get_world_size(group)
-    dist.all_gather_object(digests, plan_digest(fwd), group)
+    digests = _gathered(plan_digest(fwd), group)
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise ChunkAttnError(
             f"ranks must plan the same blocks, got another plan than rank 0's on ranks {others} "
             f"(session {fwd.session.session_id!r}, branch {fwd.branch}, chunk {fwd.first_chunk})"
         )
+
+
+def open_alike(fwd: "ForwardContext", group: "dist.ProcessGroup") -> None:
+    """Open a forward whose plan must be that of every rank: where it is not, none stays open.
+
+    Raises:
+        ChunkAttnError: as `check_same_plan`, also where another rank could not plan.
+        Exception: what refused this rank's own plan.
+        RuntimeError: a rank did not come within the group's time limit.
+    """
+    try:
+        fwd.open()
+    except Exception:
+        _gathered(b"", group)  # the others learn that this rank has no plan
+        raise
+    try:
+        check_same_plan(fwd, group)
+    except BaseException:
+        fwd.abort()
+        raise
+
+
+def _gathered(digest: bytes, group: "dist.ProcessGroup | None") -> list[bytes]:
+    digests = [b""] * dist.get_world_size(group)
+    dist.all_gather_object(digests, digest, group)
+    return digests
 
 
 def plan_digest(fwd: "ForwardContext") -> bytes:

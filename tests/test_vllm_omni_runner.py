@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from chunkattn import ARDiffusionKVCache, LifecycleError, PoolExhaustedError, StaleContextError
+from chunkattn.sizing import SCRATCH_ENV
 from tests.helpers.omni import Pairs, Pipeline, bound, make_runner, needs_vllm_omni, plugged, spec
 
 
@@ -99,7 +100,7 @@ def test_runner_releases_a_session_that_failed(full):
 
 @needs_vllm_omni
 def test_runner_overrides(full, monkeypatch):
-    monkeypatch.setenv("AR_DIFFUSION_KV_SCRATCH_BLOCKS_PER_BRANCH", "9")
+    monkeypatch.setenv(SCRATCH_ENV, "9")
     pipeline = Pipeline(spec())
     runner = make_runner(pipeline, window_chunks=5, sink_chunks=2, reset_at_boundary=True)
     cache = runner.kv_cache
@@ -144,22 +145,38 @@ def test_runner_warms_up(full):
 
 
 @needs_vllm_omni
-def test_memory_is_shared_out_as_vllm_omni_does():
+@pytest.mark.parametrize(
+    ("scratch_blocks", "scratch_tokens"), [(None, 6), (None, 0), ("0", 0), ("0", 6), ("5", 6)]
+)
+def test_memory_is_shared_out_as_vllm_omni_does(monkeypatch, scratch_blocks, scratch_tokens):
+    monkeypatch.delenv(SCRATCH_ENV, raising=False)
+    if scratch_blocks is not None:
+        monkeypatch.setenv(SCRATCH_ENV, scratch_blocks)
     found = {}
     for mode in ("off", "full"):
         with plugged(mode):
             found[mode] = []
             for kilobytes in range(20, 80, 3):
-                asked = spec(session_capacity=4, model_owned_state_bytes_per_session=1000)
+                asked = spec(
+                    session_capacity=4,
+                    model_owned_state_bytes_per_session=1000,
+                    max_scratch_tokens_per_branch=scratch_tokens,
+                )
                 try:
                     cache = make_runner(Pipeline(asked), available_bytes=1000 * kilobytes).kv_cache
                 except ValueError:
                     found[mode].append(None)
                 else:
-                    found[mode].append((cache.session_capacity, cache.num_blocks))
+                    found[mode].append(
+                        (
+                            cache.session_capacity,
+                            cache.num_blocks,
+                            cache.scratch_blocks_per_kv_branch,
+                        )
+                    )
     assert found["full"] == found["off"]
     assert found["full"][0] is None
-    assert {capacity for capacity, _ in filter(None, found["full"])} == {1, 2, 3, 4}
+    assert {capacity for capacity, *_ in filter(None, found["full"])} == {1, 2, 3, 4}
 
 
 @needs_vllm_omni
@@ -215,6 +232,37 @@ def test_what_outlives_a_reset_is_stale(full):
         with pytest.raises(StaleContextError):
             paged_write_attn(inputs, rows, rows, rows, None, None, 1.0)
         assert (state.kv_cache.key_cache(0) == 1).all(-1).sum() == 0
+
+
+@needs_vllm_omni
+@pytest.mark.parametrize("mode", ("kernels", "full"))
+def test_a_reset_opens_a_closed_state_again(mode):
+    """As vllm-omni's own state does; ours refuses where that would be one session too many."""
+    with plugged(mode), torch.no_grad():
+        pipeline = Pipeline(spec())
+        runner = make_runner(pipeline)
+        unused = runner.kv_cache.num_free_blocks if mode == "full" else None
+        with bound(runner, "a"):
+            state = pipeline.state
+            first = forward(state)
+            forward(state, seed=1)
+        runner.close_session("a")
+        for keep in ((), ("text",)):
+            state.reset(keep_cross_attention=keep)
+            assert state.adapter("positive").completed_chunks == 0
+            assert torch.equal(forward(state), first)
+            if mode == "full":
+                runner.kv_cache.check_integrity()
+            state.close()
+        if mode == "full":
+            assert runner.kv_cache.num_free_blocks == unused
+            with bound(runner, "a"), pytest.raises(LifecycleError, match="`session_id` must"):
+                state.reset()
+            for session_id in ("b", "c"):  # which closes a
+                with bound(runner, session_id):
+                    pass
+            with pytest.raises(PoolExhaustedError, match="`session_capacity` is 2"):
+                state.reset()
 
 
 @needs_vllm_omni

@@ -43,6 +43,8 @@ class ARDiffusionKVCache(core.ARDiffusionKVCache):
         ValueError: an argument does not fit, or the memory does not hold one session.
     """
 
+    default_scratch_blocks = 0  # vllm-omni has no more than the model declares
+
     def __init__(
         self,
         config: Any,
@@ -162,7 +164,9 @@ class ARDiffusionKVCache(core.ARDiffusionKVCache):
             span_chunks=0,
         )
         span_blocks = ceil_div(span, block_size)
-        scratch = local * scratch_blocks(span_blocks + ceil_div(scratch_tokens, block_size))
+        scratch = local * scratch_blocks(
+            span_blocks + ceil_div(scratch_tokens, block_size), self.default_scratch_blocks
+        )
 
         def outside(capacity: int) -> int:
             return scratch * page_size + capacity * session_bytes

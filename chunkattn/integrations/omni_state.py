@@ -272,15 +272,20 @@ class ARDiffusionKVState:
         self.kv_cache.release_cross_attention(self.session_id)
 
     def reset(self, *, keep_cross_attention: Collection[str] = ()) -> None:
-        """Forget the history, and the cross-attention K/V but for these names.
+        """Forget the history, and the cross-attention K/V but for these names. Opens a closed
+        session again.
 
         Raises:
             KeyError: an unknown name.
-            LifecycleError: the session is closed.
+            LifecycleError: the session is closed, and another one of its id is open.
+            PoolExhaustedError: it is closed, and ``session_capacity`` others are open.
         """
         for name in keep_cross_attention:
             self.kv_cache._cross_kind(name)
-        self._session.reset()
+        if self._session.is_closed:
+            self._session = self.kv_cache.admit_session(self.session_id)
+        else:
+            self._session.reset()
         self._forget_forwards()
         self.kv_cache.retain_cross_attention(self.session_id, keep_cross_attention)
 

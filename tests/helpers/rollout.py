@@ -15,6 +15,7 @@ import torch
 from chunkattn import ARDiffusionKVCache, ARDiffusionKVConfig, ForwardContext, Session
 
 CPU = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
 HEAD_SIZE = 8
 RELATIONS = [(4, 4), (4, 2), (4, 16), (24, 16), (6, 4), (4, 1), (5, 3)]
 """(chunk, block): equal, whole blocks, whole chunks, and edges inside blocks."""
@@ -129,19 +130,25 @@ def make_cache(
     }
     cache = ARDiffusionKVCache(config or make_config(chunk, policy), **(arguments | more))
     if device is not None:
-        for layer in range(layers):
-            cache.key_cache(layer)[1:] = float("nan")
-            cache.value_cache(layer)[1:] = float("nan")
+        for pool in cache.pools:  # as bytes, and scales behind them, where the dtype is fp8
+            pool[1:] = 0x7F if pool.dtype == torch.uint8 else float("nan")
     return cache
+
+
+def in_fp8(rows: torch.Tensor, part: int) -> torch.Tensor:
+    """What an fp8 pool gives back for ``(num_tokens, heads, HEAD_SIZE)`` that begin a table entry:
+    a scale for each ``part`` rows and head, under which the largest value is 448.
+    """
+    num_parts = -(-len(rows) // part)
+    padded = rows.new_zeros(num_parts * part, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    parts = padded.view(num_parts, part, *rows.shape[1:])
+    scale = (parts.abs().amax((1, 3), keepdim=True) / 448).clamp_min(2.0**-20)
+    return ((parts / scale).to(FP8).float() * scale).flatten(0, 1)[: len(rows)]
 
 
 def state(cache: ARDiffusionKVCache) -> dict[str, Any]:
     """Everything that a refused call must leave alone: the books, and each byte of the pools."""
-    pools = []
-    if cache.table_pools:
-        flats = [cache.flat_key_pool(i) for i in range(cache.num_layers)]
-        flats += [cache.flat_value_pool(i) for i in range(cache.num_layers)]
-        pools = [bytes(flat.contiguous().view(torch.uint8).cpu().numpy()) for flat in flats]
     return {
         "free": cache.num_free_blocks,
         "requests": {
@@ -154,7 +161,7 @@ def state(cache: ARDiffusionKVCache) -> dict[str, Any]:
             for name, adapter in cache._adapters.items()
         },
         "sessions": sorted(cache._sessions),
-        "pools": pools,
+        "pools": [bytes(p.contiguous().view(torch.uint8).cpu().numpy()) for p in cache.pools],
     }
 
 
@@ -183,6 +190,12 @@ class Rollout:
         rows = torch.cat([(index // self.chunk).unsqueeze(1), _NAMES[index] + layer], dim=1)
         rows = rows + self.tag + noise
         return rows.unsqueeze(1).expand(-1, self.cache.num_kv_heads, -1).to(self.cache.device)
+
+    def stored(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows as the pool gives them back. They begin a table entry."""
+        if self.cache.dtype == FP8:
+            return in_fp8(rows, self.cache.table_block_size)
+        return rows
 
     def tokens(self, chunks: Sequence[int]) -> list[int]:
         return [t for c in chunks for t in range(c * self.chunk, (c + 1) * self.chunk)]
@@ -220,10 +233,16 @@ class Rollout:
         history = self.tokens([c for c in visible if c not in span])
         with self.open(num_chunks, commit=commit, action_len=action_len) as fwd:
             assert fwd.kv_len == len(visible) * self.chunk + action_len
+            has_scratch = self.cache.scratch_blocks_per_branch > 0
             for layer in range(self.cache.num_layers):
                 out = self.write(fwd, layer, noise)
-                seen = [self.values(history, layer), self.values(self.tokens(span), layer, noise)]
-                seen.append(seen[0].new_full((action_len, *seen[0].shape[1:]), noise - 1))
+                past, own = (
+                    self.values(history, layer),
+                    self.values(self.tokens(span), layer, noise),
+                )
+                action = own.new_full((action_len, *own.shape[1:]), noise - 1)
+                seen = [self.stored(past), self.stored(own) if commit or has_scratch else own]
+                seen.append(self.stored(action) if has_scratch else action)
                 mean = torch.cat(seen).double().mean(0).float()
                 torch.testing.assert_close(out, mean.expand_as(out), atol=2e-5, rtol=1e-5)
         if commit:
@@ -249,14 +268,23 @@ class Rollout:
         table = self.cache.block_table(self.adapter)
         assert len(table) == len(set(table)) == len(live)
         assert self.cache.null_block_id not in table
-        tokens = torch.tensor(self.tokens(resident), dtype=torch.int64)
-        place = {block: table[i] for i, block in enumerate(live)}
-        slots = [place[t // self.block] * self.block + t % self.block for t in tokens.tolist()]
-        for layer in range(self.cache.num_layers):
-            expected = self.values(tokens, layer)
-            for pool in (self.cache.flat_key_pool(layer), self.cache.flat_value_pool(layer)):
-                torch.testing.assert_close(pool[slots], expected, atol=0, rtol=0)
+        self.check_pools(self.tokens(resident), dict(zip(live, table, strict=True)))
         self.cache.check_integrity()
+
+    def check_pools(self, tokens: Sequence[int], place: dict[int, int]) -> None:
+        """K and V of these tokens lie where they must; ``place`` has the id of each block."""
+        size, part = self.block, self.cache.table_block_size
+        slots = torch.tensor(
+            [place[t // size] * size + t % size for t in tokens], dtype=torch.int64
+        )
+        for layer in range(self.cache.num_layers):
+            expected = self.stored(self.values(tokens, layer))
+            pools = self.cache.flat_key_pool(layer), self.cache.flat_value_pool(layer)
+            for pool, scale in zip(pools, self.cache.table_scales[layer], strict=True):
+                found = pool.float()[slots]
+                if scale is not None:
+                    found *= scale[slots // part].unsqueeze(-1)
+                torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
 def spans(num_chunks: int, span: int) -> Iterator[int]:
