@@ -21,6 +21,7 @@ def add(commands: Any) -> None:
             "Divide a GPU's memory among sessions of a model: bytes of K/V, of the null block and "
             "of what else a session holds. Needs no GPU."
         ),
+        found="not one session fits",
     )
     parser.add_argument(
         "--preset", choices=sorted(PRESETS), metavar="NAME", required=True, help=MODEL
@@ -77,15 +78,16 @@ def run(args: argparse.Namespace) -> int:
         )
     except ValueError as error:
         raise CannotRunError(error) from error
+    status = int(not report["sessions"])
     if args.json:
         print(json.dumps(report))
-        return 0
+        return status
     print(f"{args.preset}: {report['sessions']} session(s) in {args.memory_gib:g} GiB")
     for name, value in report.items():
         in_bytes = isinstance(value, int) and name not in _COUNTS
         shown = f"{value / 2**30:,.3f} GiB" if in_bytes else str(value)
         print(f"  {name.replace('_', ' '):22} {shown:>16}")
-    return 0
+    return status
 
 
 def _amount(text: str) -> float:
