@@ -41,8 +41,10 @@ $kinds
 .reset { border-left: 2px dashed var(--ink) }
 .on { box-shadow: -2px 0 var(--ink), 2px 0 var(--ink) }
 thead .on { box-shadow: none; text-decoration: underline }
+td, thead th { scroll-margin: 4rem 1rem 1rem 8rem }
 td:focus, thead th:focus { outline: 3px solid var(--ink); outline-offset: -1px }
 aside { position: sticky; top: 1rem; align-self: start; max-height: 85vh; overflow: auto }
+#square { min-height: 3em }
 dl { margin: 0 0 .8rem }
 dt { font-weight: bold; margin-top: .5rem }
 dd { margin: 0; overflow-wrap: anywhere }
@@ -140,15 +142,16 @@ def write(
     resets = [' class="reset"' if c in layout.resets else "" for c in range(len(layout.columns))]
     rows = []
     for row, label in enumerate(layout.rows):
+        what = f"chunk {label}" if row in rollout_of else label
         if len(layout.rollouts) > 1 and row in rollout_of:
-            label = f"rollout {rollout_of[row]}: {label}"
+            label, what = (f"rollout {rollout_of[row]}: {text}" for text in (label, what))
         squares = []
         for column, reset in enumerate(resets):
             cell = cells.get((row, column))
             if cell is None:
                 squares.append(f"<td{reset}></td>")
                 continue
-            name = f"{label}, block {cell.text}" if cell.text else label
+            name = f"{what}, block {cell.text}" if cell.text else what
             squares.append(
                 f'<td class="{_name(cell.kind)}{" reset" if reset else ""}" '
                 f'aria-label="{_html(name)}: {_html(cell.kind.value)}">{_html(cell.text)}</td>'

@@ -167,6 +167,10 @@ def test_bench_runs_a_script_as_it_is(
     assert capsys.readouterr().out == "__main__ beside --json --help 1\n"
     assert (sys.argv, sys.path) == before
     assert stopped(["bench", "it", "0"]) == 0
+    (tmp_path / "bench_it.py").write_text("import no_such_module")
+    capsys.readouterr()
+    assert cli.main(["bench", "it"]) == 2
+    assert capsys.readouterr() == ("", "chunkattn bench: it needs no_such_module\n")
 
 
 def test_the_real_scripts_start(capsys: pytest.CaptureFixture[str]) -> None:

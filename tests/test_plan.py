@@ -203,7 +203,8 @@ def test_the_files_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     files = [tmp_path / "new" / name for name in ("timeline.png", "timeline.html")]
     arguments = ["plan", "--preset=lingbot_world_v2", "--spans=7", "--out", *map(str, files)]
     assert cli.main(arguments) == 0
-    assert capsys.readouterr().err.splitlines() == [f"wrote {file}" for file in files]
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.splitlines()) == ("", [f"wrote {file}" for file in files])
     assert files[0].read_bytes().startswith(b"\x89PNG")
     page = files[1].read_text()
     assert "3 frames a span, a sink of 9 and a window of 9 frames." in page

@@ -131,6 +131,7 @@ def test_rollouts_are_named_and_the_reset_is_marked(tmp_path: Path) -> None:
     found = Page((tmp_path / "x.html").read_text())
     assert [row[0][1] for row in found.rows[1:]] == ["rollout 1: 0", "rollout 2: 0"]
     assert [row[2][0] for row in found.rows] == ["reset", "evicted reset", "in-flight reset"]
+    assert 'aria-label="rollout 2: chunk 0, block 6: in flight' in (tmp_path / "x.html").read_text()
     assert found.details[1].splitlines()[1] == "forward: commit of chunk 0, rollout 2"
 
 
@@ -143,11 +144,19 @@ def test_at_first_the_first_forward_is_shown(page: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "column", "square"),
     [
-        ("point(2, 5)", 4, "1, block 6: held, but outside this forward's window"),
+        ("point(2, 5)", 4, "chunk 1, block 6: held, but outside this forward's window"),
         ("point(0, 7)", 6, ""),  # a heading of a column stands for the forward
         ("point(6, 1)", 0, ""),  # no square there, but the forward of that column
-        ("point(2, 5); point(2, 0)", 4, "1, block 6: held, but outside this forward's window"),
-        ("press('Right', 'Right', 'Down')", 2, "0, block 5: sink: history that stays visible"),
+        (
+            "point(2, 5); point(2, 0)",
+            4,
+            "chunk 1, block 6: held, but outside this forward's window",
+        ),
+        (
+            "press('Right', 'Right', 'Down')",
+            2,
+            "chunk 0, block 5: sink: history that stays visible",
+        ),
         ("press('Down', 'Left', 'Up', 'Up', 'Right')", 1, ""),  # stops at the edges
     ],
 )

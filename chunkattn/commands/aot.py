@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from chunkattn.commands import add_parser, require
+from chunkattn.commands import MODEL, add_parser, require
 from chunkattn.presets import PRESETS
 
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
         nargs="+",
         choices=sorted(PRESETS),
         metavar="NAME",
-        help="models whose shapes to compile (default: all)",
+        help=f"{MODEL} (default: all)",
     )
     parser.add_argument(
         "--budgets",

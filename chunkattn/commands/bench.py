@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from chunkattn.commands import add_parser
+from chunkattn.commands import CannotRunError, add_parser
 
 FOLDER = Path(__file__).resolve().parent.parent / "bench"
 
@@ -54,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     sys.argv, sys.path = [path, *args.args], [str(FOLDER), *sys.path]
     try:
         runpy.run_path(path, run_name="__main__")
+    except ModuleNotFoundError as error:
+        raise CannotRunError(f"{args.name} needs {error.name}") from error
     finally:
         sys.argv, sys.path = before
     return 0

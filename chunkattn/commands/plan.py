@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help="draw it: timeline.png is a picture, timeline.html a page to point at",
     )
-    parser.add_argument("--json", action="store_true", help="print the records")
+    parser.add_argument("--json", action="store_true", help="print the records as JSON")
     change = parser.add_argument_group("change the policy")
     change.add_argument("--sink-frames", type=not_negative, metavar="N", help="seen for ever")
     change.add_argument(
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         raise CannotRunError(error) from error
     if args.json:
         print(json.dumps([asdict(record) for record in records]))
-    else:
+    elif not args.out:
         for lines in describe(records, sink_chunks=_sink(args, preset)):
             (_, forward), *rest = lines
             print(forward)
