@@ -98,7 +98,7 @@ dist: $(STAMP)
 setup: $(STAMP)
 
 # The stamp is written last, so an interrupted set-up is taken up again.
-$(STAMP): $(LOCK) pyproject.toml | $(BIN)/python chunkattn/kernels
+$(STAMP): $(LOCK) pyproject.toml | $(BIN)/python chunkattn/bench chunkattn/kernels
 	@test -z "$(filter-out $(DEVICE),$(INSTALLED))" || { \
 	  echo "$(VENV) was made for DEVICE=$(INSTALLED), not $(DEVICE): run make distclean first" >&2; exit 1; }
 	@echo "setting up $(VENV) for DEVICE=$(DEVICE): a few minutes and some GB the first time"
@@ -118,9 +118,9 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "'$(PYTHON) -m venv' failed: on Debian and Ubuntu, install python3-venv" >&2; exit 1; }
 
-# In a git checkout the link is there already; an unpacked sdist has none.
-chunkattn/kernels:
-	ln -s ../kernels $@
+# In a git checkout the links are there already; an unpacked sdist has none.
+chunkattn/bench chunkattn/kernels:
+	ln -s ../$(@F) $@
 
 lock: $(STAMP)
 	@test $(DEVICE) = cpu || { echo "make lock needs DEVICE=cpu" >&2; exit 1; }

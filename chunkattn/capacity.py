@@ -4,10 +4,12 @@
 """
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from chunkattn.presets import ModelPreset
 from chunkattn.window import blocks_per_branch, ceil_div, part_of_blocks
+
+if TYPE_CHECKING:
+    from chunkattn.presets import ModelPreset
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 """Bytes of an element of the pools. ``fp8`` also has two float32 scales a block, layer and head."""
@@ -93,7 +95,7 @@ def block_size_of(chunk_size: int, chunks_per_session: int) -> int:
 
 
 def preset_capacity(
-    preset: ModelPreset,
+    preset: "ModelPreset",
     budget: int,
     *,
     tp: int = 1,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from chunkattn import ops
+from chunkattn import __version__, ops, presets
 from chunkattn.config import untested_vllm
 from chunkattn.errors import MissingDependencyError
 from chunkattn.integrations import vllm_omni
@@ -26,6 +26,7 @@ class Finding(NamedTuple):
 def findings() -> list[Finding]:
     """Look at this machine; the first things are those that the others depend on."""
     return [
+        Finding("chunkattn", __version__),
         Finding("python", platform.python_version()),
         Finding("torch", torch.__version__),
         _gpu(),
@@ -34,6 +35,7 @@ def findings() -> list[Finding]:
         _vllm(),
         Finding("vllm-omni", _version("vllm-omni") or "not installed"),
         _plugin(),
+        Finding(presets.ENV, os.environ.get(presets.ENV) or "not set"),
     ]
 
 

@@ -43,7 +43,7 @@ class ForwardRecord:
         commit: the span's K/V become history when the forward ends.
         visible_chunks: every chunk attended, the span included.
         block_ids: blocks of each visible chunk; a chunk may be missing where none are known.
-        evicted_chunks: chunks whose blocks were free again when the forward had ended.
+        evicted_chunks: chunks that had lost a block when the forward had ended.
         action_block_ids: scratch blocks of the action and state rows, if any came along.
         rollout: hard resets before this forward. A reset frees every chunk before it.
         forwards: how many forwards in a row this column stands for.
@@ -93,41 +93,51 @@ class Layout:
     resets: tuple[int, ...]
 
 
-def lay_out(records: Sequence[ForwardRecord], *, sink_chunks: int = 0) -> Layout:
+def lay_out(
+    records: Sequence[ForwardRecord], *, sink_chunks: int = 0, join: bool = False
+) -> Layout:
     """Decide what every square of the picture shows.
 
     Args:
         records: the forwards of one guidance branch, in order.
         sink_chunks: how many first chunks count as sink.
+        join: give the chunks of a span one row, where those of each look alike in every column.
 
     Raises:
         ValueError: ``records`` is empty.
     """
     if not records:
         raise ValueError("`records` must hold at least one forward, got none")
-    chunks = sorted({(r.rollout, chunk) for r in records for chunk in (*r.span, *r.visible_chunks)})
-    row_of = {chunk: row for row, chunk in enumerate(chunks)}
-    labels = [str(chunk) for _, chunk in chunks]
+    every = sorted({(r.rollout, chunk) for r in records for chunk in (*r.span, *r.visible_chunks)})
+    rows = [[key] for key in every]
+    if join:
+        alike = _runs([_looks(records, *key, sink_chunks) for key in every])
+        spans = {(record.rollout, record.first_chunk) for record in records}
+        if all(every[run.start] in spans for run in alike):
+            rows = [every[run.start : run.stop] for run in alike]
+    labels = [_numbers([chunk for _, chunk in row]) for row in rows]
     cells: list[Cell] = []
     blocks: dict[tuple[int, int], tuple[int, ...]] = {}  # of every chunk committed so far
     freed: set[tuple[int, int]] = set()
-    announced: set[tuple[int, int]] = set()  # evicted, and its block ids written once
+    announced: set[int] = set()  # rows that were evicted, and their block ids written once
     for column, record in enumerate(records):
         freed.update(key for key in blocks if key[0] < record.rollout)
-        for chunk in record.visible_chunks:
-            kind = _visible_kind(record, chunk, sink_chunks)
-            text = _ids(record.block_ids.get(chunk, ()))
-            cells.append(Cell(row_of[record.rollout, chunk], column, kind, text))
-        for key, ids in blocks.items():
-            if key in freed:
-                text = "" if key in announced or not ids else f"({_ids(ids)})"
-                announced.add(key)
-                cells.append(Cell(row_of[key], column, Kind.EVICTED, text))
-            elif key[1] not in record.visible_chunks:
-                cells.append(Cell(row_of[key], column, Kind.HELD, _ids(ids)))
+        for number, row in enumerate(rows):
+            key = rollout, chunk = row[0]
+            if rollout == record.rollout and chunk in record.visible_chunks:
+                kind = _visible_kind(record, chunk, sink_chunks)
+                ids = [i for _, c in row for i in record.block_ids.get(c, ())]
+                cells.append(Cell(number, column, kind, _ids(ids)))
+            elif key in blocks:
+                kind = Kind.EVICTED if key in freed else Kind.HELD
+                text = _ids([i for k in row for i in blocks[k]])
+                if kind is Kind.EVICTED:
+                    text = f"({text})" if text and number not in announced else ""
+                    announced.add(number)
+                cells.append(Cell(number, column, kind, text))
         if record.action_block_ids:
             text = _ids(record.action_block_ids)
-            cells.append(Cell(len(chunks), column, Kind.SCRATCH, text))
+            cells.append(Cell(len(rows), column, Kind.SCRATCH, text))
         if record.commit:
             for chunk in record.span:
                 blocks[record.rollout, chunk] = tuple(record.block_ids.get(chunk, ()))
@@ -138,12 +148,45 @@ def lay_out(records: Sequence[ForwardRecord], *, sink_chunks: int = 0) -> Layout
         rows=tuple(labels),
         columns=tuple(_column_label(record) for record in records),
         cells=tuple(cells),
-        rollouts=_runs([rollout for rollout, _ in chunks]),
+        rollouts=_runs([row[0][0] for row in rows]),
         resets=tuple(run.start for run in _runs([r.rollout for r in records])[1:]),
     )
 
 
-def _runs(values: Sequence[int]) -> tuple[range, ...]:
+def describe(
+    records: Sequence[ForwardRecord], *, sink_chunks: int = 0
+) -> list[list[tuple[str, str]]]:
+    """Say in words what each forward sees, which blocks hold it and what leaves.
+
+    Args:
+        records, sink_chunks: as for `lay_out`.
+
+    Returns:
+        For each record, lines of a heading and a text.
+    """
+    told = []
+    known: dict[int, tuple[int, ...]] = {}  # blocks of the chunks committed last
+    for record in records:
+        span, visible = record.span, record.visible_chunks
+        rollout = f", rollout {record.rollout + 1}" if records[-1].rollout else ""
+        what = "commit" if record.commit else f"denoise x {record.forwards}"
+        lines = [("forward", f"{what} of {_named('chunk', span)}{rollout}")]
+        lines.append(("sees", _named("chunk", visible)))
+        for kind in (Kind.SINK, Kind.WINDOW, Kind.IN_FLIGHT, Kind.SCRATCH):
+            chunks = [c for c in visible if _visible_kind(record, c, sink_chunks) is kind]
+            if chunks:
+                lines.append((kind.name.lower().replace("_", " "), _held(chunks, record.block_ids)))
+        if record.action_block_ids:
+            lines.append(("action + state", _named("block", record.action_block_ids)))
+        if record.commit:
+            known.update(record.block_ids)
+        leaves = _held(record.evicted_chunks, known) if record.evicted_chunks else "nothing"
+        lines.append(("leaves", leaves))
+        told.append(lines)
+    return told
+
+
+def _runs(values: Sequence[object]) -> tuple[range, ...]:
     """Where equal values lie side by side, as ranges of positions."""
     starts = [i for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
     return tuple(map(range, starts, [*starts[1:], len(values)]))
@@ -163,15 +206,45 @@ def _column_label(record: ForwardRecord) -> str:
     return f"{span}\ndenoise" + (f"\nx {record.forwards}" if record.forwards > 1 else "")
 
 
-def _ids(block_ids: Sequence[int]) -> str:
-    """Write block ids short: runs as ``3-7``, and no more than two runs."""
+def _looks(
+    records: Sequence[ForwardRecord], rollout: int, chunk: int, sink_chunks: int
+) -> tuple[object, ...]:
+    """What is the same for two chunks that look alike in every column."""
+    places = [
+        (chunk in r.span, chunk in r.visible_chunks, chunk in r.evicted_chunks)
+        for r in records
+        if r.rollout == rollout
+    ]
+    return rollout, chunk < sink_chunks, *places
+
+
+def _words(numbers: Sequence[int]) -> list[str]:
+    """Runs of numbers, as ``3-7``."""
     runs: list[list[int]] = []
-    for block_id in block_ids:
-        if runs and block_id == runs[-1][-1] + 1:
-            runs[-1].append(block_id)
+    for number in dict.fromkeys(numbers):  # two chunks may share a block
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            runs.append([block_id])
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+            runs.append([number])
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+
+
+def _numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(_words(numbers))
+
+
+def _named(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun}{'s' * (len(numbers) > 1)} {_numbers(numbers)}"
+
+
+def _held(chunks: Sequence[int], block_ids: Mapping[int, tuple[int, ...]]) -> str:
+    ids = {i: None for chunk in chunks for i in block_ids.get(chunk, ())}
+    return _numbers(chunks) + (f" in {_named('block', list(ids))}" if ids else "")
+
+
+def _ids(block_ids: Sequence[int]) -> str:
+    """Write block ids short: no more than two runs."""
+    words = _words(block_ids)
     return ",".join(words) if len(words) <= 2 else f"{words[0]},.."
 
 
@@ -190,7 +263,9 @@ def draw(layout: Layout, path: Path, *, title: str, subtitle: str = "") -> None:
 
     num_columns, num_rows = len(layout.columns), len(layout.rows)
     above, below, before, after = 1.05, 1.45, 1.0, 0.15  # margins in inches
-    width = max(9.6, before + after + 0.47 * num_columns)
+    longest = max(len(cell.text) for cell in layout.cells)
+    column_width = max(0.47, 0.08 * longest + 0.08)
+    width = max(9.6, before + after + column_width * num_columns)
     height = above + below + 0.29 * num_rows
     left = before / width
     figure = Figure(figsize=(width, height), dpi=150)

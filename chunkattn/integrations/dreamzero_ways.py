@@ -3,7 +3,7 @@
 Both take the same calls, and both keep a tally of the bytes of K and V that they move and hold.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from chunkattn import ARDiffusionKVCache, ARDiffusionKVConfig, ForwardContext, torch_backend
 from chunkattn.integrations.dreamzero_demo import Geometry, PagedOp
-from chunkattn.timeline import ForwardRecord
+from chunkattn.rollout import Recorder
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class PagedWay:
         )
         self.session = self.cache.open_session("robot")
         self._op = PagedOp(self.cache, backend)
-        self.recorder = Recorder(self.cache)
+        self.recorder = Recorder(self.session)
 
     def reset(self) -> None:
         self.session.reset()
@@ -206,50 +206,3 @@ class PagedWay:
         """Bytes of all pools: managed, scratch and null blocks."""
         pools = (self.cache.key_cache(i).nbytes * 2 for i in range(self._geometry.layers))
         return sum(pools)
-
-
-class Recorder:
-    """Writes down what the manager did with one branch's blocks, one block a chunk."""
-
-    def __init__(self, cache: ARDiffusionKVCache) -> None:
-        self.records: list[ForwardRecord] = []
-        self._pool = cache.manager.block_pool
-        self._blocks: dict[int, int] = {}  # of every committed chunk that still has one
-        self._rollout = 0
-
-    def reset(self) -> None:
-        self._blocks = {}
-        self._rollout += 1
-
-    def clear(self) -> None:
-        self.records.clear()
-        self._rollout = 0
-
-    def add(self, planned: ForwardContext) -> None:
-        """Record a forward that has just ended."""
-        span = range(planned.first_chunk, planned.first_chunk + planned.num_chunks)
-        visible = {
-            chunk: block
-            for chunk, block in self._blocks.items()
-            if block in planned.history_block_ids
-        }
-        visible |= dict(zip(span, planned.span_block_ids, strict=True))
-        if planned.commit:
-            self._blocks |= dict(zip(span, planned.span_block_ids, strict=True))
-        evicted = [c for c, b in self._blocks.items() if self._pool.blocks[b].ref_cnt == 0]
-        self._blocks = {c: b for c, b in self._blocks.items() if c not in evicted}
-        record = ForwardRecord(
-            first_chunk=planned.first_chunk,
-            num_chunks=planned.num_chunks,
-            commit=planned.commit,
-            visible_chunks=tuple(visible),
-            block_ids={chunk: (block,) for chunk, block in visible.items()},
-            evicted_chunks=tuple(evicted),
-            action_block_ids=tuple(planned.action_block_ids),
-            rollout=self._rollout,
-        )
-        last = self.records[-1] if self.records else None
-        if last is not None and replace(last, forwards=1) == record:
-            self.records[-1] = replace(last, forwards=last.forwards + 1)
-        else:
-            self.records.append(record)
