@@ -196,8 +196,9 @@ def _gather_kernel(
             )
             if segment < NUM_SEGMENTS - 1:
                 entries = tl.load(segment_blocks_ptr + seq * (NUM_SEGMENTS - 1) + segment)
-                whole = seq_len // BLOCK_SIZE * BLOCK_SIZE
-                stop = tl.minimum(start + entries.to(tl.int32) * BLOCK_SIZE, whole)
+                # Any large number means all that is left: clamped before it is multiplied.
+                entries = tl.minimum(entries, (seq_len - start) // BLOCK_SIZE)
+                stop = start + entries.to(tl.int32) * BLOCK_SIZE
         # A product and no difference, or the compiler does not see that tiles start at multiples.
         rest = start + ((stop - start).to(tl.int64) // BLOCK_N * BLOCK_N).to(tl.int32)
         for first in tl.range(start, rest, BLOCK_N):

@@ -95,6 +95,12 @@ def row_ptr(ptr, stride, row, kv_head):
 
 
 @triton.jit
+def not_zero(scale):
+    """A scale that may multiply -inf and divide: 0, of a block of zeros, is made very small."""
+    return tl.where(scale == 0, 1e-18, scale)
+
+
+@triton.jit
 def block_factors(
     key_scale_ptr,
     value_scale_ptr,
@@ -112,13 +118,13 @@ def block_factors(
     value_scale = 1.0
     if key_scale_ptr is not None:
         offset = block * stride_key_scale.block + kv_head * stride_key_scale.head
-        scale_log2 *= tl.load(key_scale_ptr + offset)
+        scale_log2 = not_zero(scale_log2 * tl.load(key_scale_ptr + offset))
     if block_bias_ptr is not None:
         offset = block * stride_bias.block + kv_head * stride_bias.head
         bias = tl.load(block_bias_ptr + offset) * LOG2E
     if value_scale_ptr is not None:
         offset = block * stride_value_scale.block + kv_head * stride_value_scale.head
-        value_scale = tl.load(value_scale_ptr + offset)
+        value_scale = not_zero(tl.load(value_scale_ptr + offset))
     return scale_log2, bias, value_scale
 
 

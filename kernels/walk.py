@@ -138,7 +138,8 @@ def _walk_kernel(
                 )
                 if segment < NUM_SEGMENTS - 1:
                     entries = tl.load(segment_blocks_ptr + seq * (NUM_SEGMENTS - 1) + segment)
-                    next_entry = tl.minimum(first_entry + entries.to(tl.int32), num_whole_blocks)
+                    entries = tl.minimum(entries, num_whole_blocks - first_entry)
+                    next_entry = first_entry + entries.to(tl.int32)
             if FULL_ROWS > 0:
                 start = times(first_entry, TILES_PER_BLOCK)
                 stop = times(next_entry, TILES_PER_BLOCK)

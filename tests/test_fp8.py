@@ -145,6 +145,27 @@ def test_read(attention_target, dtype, block_size, layout):
         check_attention(case, target.backend)
 
 
+@pytest.mark.parametrize("block_size", (24, 80))
+@pytest.mark.parametrize("entry", (0, 1, 2), ids=("first", "between", "partly filled"))
+def test_scales_of_zero(attention_target, block_size, entry):
+    """What another quantiser gives a block of zeros: its keys count, with scores of 0."""
+    target = attention_target
+    case = make_case(
+        seq_lens=[2 * block_size + 5],
+        query_lens=[9],
+        current_lens=[3],
+        block_size=block_size,
+        dtype=torch.float16,
+        device=target.device,
+        fp8=True,
+    )
+    block = case.block_table[0, entry]
+    case.key_scale[block] = 0.0
+    case.value_scale[block] = 0.0
+    check_attention(case, target.backend)
+
+
+
 def test_read_by_descriptors(monkeypatch):
     pytest.importorskip("triton")
     from chunkattn.kernels import walk
