@@ -183,7 +183,7 @@ def test_a_policy_of_ones_own(
             ["--policy=hard-reset", "--sink-frames=1"],
             "`--policy` must be given without --sink-frames",
         ),
-        (["--spans=201", "--out=x.png"], "`--out` must be given at most 400 forwards, got 402 of"),
+        (["--spans=51", "--out=x.png"], "`--out` must be given at most 100 forwards, got 102 of"),
         (["--out=/proc/no/x.html"], "/proc/no"),
     ],
 )

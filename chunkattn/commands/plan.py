@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from chunkattn.timeline import ForwardRecord
 
 DRAWN = (".png", ".html")
-MOST_DRAWN = 400  # forwards, of a picture that can still be opened
+MOST_DRAWN = 100  # forwards, of a picture that can still be read
 
 
 def add(commands: Any) -> None:
