@@ -117,7 +117,7 @@ def play(
     extra = preset.action_tokens + preset.state_tokens
     cache = ARDiffusionKVCache(
         config,
-        num_layers=1,
+        num_layers=preset.layers,
         num_kv_heads=1,
         head_size=1,
         dtype=torch.float32,
@@ -141,7 +141,8 @@ def play(
                 commit=commit,
                 action_len=0 if commit else extra,
             ) as planned:
-                planned.mark_layer_written(0)
+                for layer in range(preset.layers):
+                    planned.mark_layer_written(layer)
             if branch == 0:
                 recorder.add(planned)
 

@@ -279,6 +279,8 @@ def draw(layout: Layout, path: Path, *, title: str, subtitle: str = "") -> None:
             (cell.column, cell.row), 1, 1, facecolor=COLOURS[cell.kind], edgecolor="white"
         )
         axes.add_patch(square)
+        if not cell.text:
+            continue
         axes.text(
             cell.column + 0.5,
             cell.row + 0.53,

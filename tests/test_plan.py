@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from chunkattn import cli, commands
-from chunkattn.policy import HardReset
+from chunkattn.policy import HardReset, PerLayer, SlidingWindow
 from chunkattn.presets import PRESETS, ModelPreset, get_preset
 from tests.helpers.rollout import Timeline, timeline_id, timelines
 
@@ -108,6 +108,14 @@ def test_a_policy_decides() -> None:
     assert [r.evicted_chunks for r in records if r.evicted_chunks] == [tuple(range(9))]
 
 
+def test_layers_that_see_different_windows() -> None:
+    """The record holds what any layer sees."""
+    preset = dataclasses.replace(get_preset("longlive_1"), layers=2)
+    policy = PerLayer((SlidingWindow(3, sink_chunks=1), SlidingWindow(6)), (0, 1))
+    last = rollout.play(preset, 6, policy=policy)[-1]
+    assert last.visible_chunks == (0, *range(12, 18))
+
+
 # -- the command ---------------------------------------------------------------------------------
 def records_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict]:
     assert cli.main(["plan", *arguments, "--json"]) == 0
@@ -171,8 +179,11 @@ def test_a_policy_of_ones_own(
     [
         (["--window-frames=2"], "`window_frames` must be at least frames_per_span 8, got 2"),
         (["--preset=magi_1_24b"], "`window_frames` must be given for a model with ranges"),
-        (["--policy=hard-reset", "--sink-frames=1"], "`--policy` must be given without a sink"),
-        (["--spans=201", "--out=x.png"], "`--out` must be given at most 400 forwards, got 402 of"),
+        (
+            ["--policy=hard-reset", "--sink-frames=1"],
+            "`--policy` must be given without --sink-frames",
+        ),
+        (["--spans=51", "--out=x.png"], "`--out` must be given at most 100 forwards, got 102 of"),
         (["--out=/proc/no/x.html"], "/proc/no"),
     ],
 )

@@ -22,9 +22,10 @@ from chunkattn.presets import PRESETS, ModelPreset, get_preset
 
 if TYPE_CHECKING:
     from chunkattn.policy import Policy
+    from chunkattn.timeline import ForwardRecord
 
 DRAWN = (".png", ".html")
-MOST_DRAWN = 400  # forwards, of a picture that can still be opened
+MOST_DRAWN = 100  # forwards, of a picture that can still be read
 
 
 def add(commands: Any) -> None:
@@ -79,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
         from chunkattn.rollout import play
         from chunkattn.timeline import describe
     if args.policy and (args.reset_at_boundary or args.sink_frames is not None):
-        raise CannotRunError("`--policy` must be given without a sink or a reset of the window's")
+        raise CannotRunError(
+            "`--policy` must be given without --sink-frames and --reset-at-boundary, got both"
+        )
     try:
         preset = _changed(get_preset(args.preset), args)
         records = play(
@@ -94,15 +97,16 @@ def run(args: argparse.Namespace) -> int:
                 f"`--out` must be given at most {MOST_DRAWN} forwards, got {len(records)} of "
                 f"{args.spans} spans"
             )
+        sink = 0 if args.policy else preset.sink_frames
         with status("drawing"):
             for path in args.out or ():
-                _draw(records, path, args, preset)
+                _draw(records, path, args, preset, sink)
     except (ChunkAttnError, OSError, ValueError) as error:
         raise CannotRunError(error) from error
     if args.json:
         print(json.dumps([asdict(record) for record in records]))
     elif not args.out:
-        for lines in describe(records, sink_chunks=_sink(args, preset)):
+        for lines in describe(records, sink_chunks=sink):
             (_, forward), *rest = lines
             print(forward)
             for name, text in rest:
@@ -137,17 +141,19 @@ def _policy(which: str | None, preset: ModelPreset) -> "Policy | None":
     return found
 
 
-def _sink(args: argparse.Namespace, preset: ModelPreset) -> int:
-    return 0 if args.policy else preset.sink_frames
-
-
-def _draw(records: Any, path: Path, args: argparse.Namespace, preset: ModelPreset) -> None:
+def _draw(
+    records: "list[ForwardRecord]",
+    path: Path,
+    args: argparse.Namespace,
+    preset: ModelPreset,
+    sink: int,
+) -> None:
     from chunkattn import timeline, timeline_html
 
     title = f"{args.preset}: which block holds which frame, forward by forward"
     window = f"a window of {preset.window_frames} frames"
-    if preset.sink_frames:
-        window = f"a sink of {preset.sink_frames} and {window}"
+    if sink:
+        window = f"a sink of {sink} and {window}"
     if args.policy:
         window = f"policy {args.policy}"
     elif args.reset_at_boundary:
@@ -157,7 +163,6 @@ def _draw(records: Any, path: Path, args: argparse.Namespace, preset: ModelPrese
         f"{preset.frame_tokens} tokens, a block holds {args.block_size or preset.frame_tokens}; "
         "the numbers are blocks."
     )
-    sink = _sink(args, preset)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".html":
         timeline_html.write(
