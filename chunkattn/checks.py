@@ -88,10 +88,13 @@ def check_scales(
         return None, None
     found = {name: _scale(name, scale, key_pool) for name, scale in scales.items()}
     if found["key_scale"].dim() != found["value_scale"].dim():
+        name, other = (
+            ("key_scale", "value_scale") if key_scale is None else ("value_scale", "key_scale")
+        )
         raise refuse(
-            "value_scale",
-            "be of the kind of `key_scale`: of all rows, or of each block and head",
-            f"shape {tuple(found['value_scale'].shape)}",
+            name,
+            f"be of the kind of `{other}`: of all rows, or of each block and head",
+            None if scales[name] is None else f"shape {tuple(found[name].shape)}",
         )
     return found["key_scale"], found["value_scale"]
 
@@ -99,6 +102,8 @@ def check_scales(
 def _scale(name: str, value: Any, key_pool: torch.Tensor) -> torch.Tensor:
     value = 1.0 if value is None else value
     if isinstance(value, numbers.Real):
+        if not 0 < float(value) < math.inf:
+            raise refuse(name, "be finite and above 0", value)
         value = torch.full((), float(value), dtype=torch.float32, device=key_pool.device)
     check_tensor(name, value, (0, 1, 2), (torch.float32,))
     scale: torch.Tensor = value

@@ -19,16 +19,13 @@ from typing import NamedTuple
 import torch
 
 from chunkattn.errors import MissingDependencyError
-from chunkattn.kernels.arguments import AttentionArguments
+from chunkattn.kernels.arguments import SMALLEST_SOFTMAX_SCALE, AttentionArguments
 from chunkattn.kernels.arguments import find_arch as _arch_of
 from chunkattn.merge import merge_states
 
 NAMES = ("fa3", "fa2")
 _MAX_HEAD_SIZE = 256
 _ALIGNMENT = 16  # bytes that the libraries load at once
-
-# 0 times the -inf of a masked score would be NaN: this stands for a scale of 0.
-_SMALLEST_SCALE = 1e-30
 
 
 # ----------------------------------------------------------------------------------------------
@@ -327,7 +324,7 @@ def attend(name: str, inputs: AttentionArguments) -> None:
     # many rows as sequences.
     max_query_len = num_tokens if num_seqs == 1 else max(2, num_tokens)
     queries = (query_start_loc.to(torch.int32), max_query_len)
-    scale = max(inputs.softmax_scale, _SMALLEST_SCALE)
+    scale = max(inputs.softmax_scale, SMALLEST_SOFTMAX_SCALE)
     results = []
     try:
         if key_pool.shape[0] and block_table.shape[1]:

@@ -207,9 +207,8 @@ def paged_window_attention(
         elif num_seqs > 1:
             raise refuse("current_start_loc", f"be given for {num_seqs} sequences", None)
     elif current_start_loc is not None:
-        raise refuse(
-            "current_start_loc", "be None without `key_current`", tuple(current_start_loc.shape)
-        )
+        got = type(current_start_loc).__name__
+        raise refuse("current_start_loc", "be None without `key_current`", got)
     if out is not None:
         check_tensor("out", out, (3,), (query.dtype,))
         check_shape("out", out, tuple(query.shape[-3:]), "that of `query`")

@@ -185,8 +185,9 @@ def norm_rope_scatter(
         tp_size: ranks that ``sum_squares`` is of; given together with it.
         rotate_key: False writes K as it is after the norm, for models that rotate by the place in
             the window.
-        key_scale: of an fp8 pool only: a number, or ``(num_blocks, num_kv_heads)`` float32, read at
-            the blocks that are written. None is 1.
+        key_scale: of an fp8 pool only: a number, a float32 tensor of one, or ``(num_blocks,
+            num_kv_heads)`` float32, which is only read, at the blocks that are written: what
+            `scatter_kv` sets must have been set before. None is 1.
         value_scale: as ``key_scale``.
         query_out: ``query``'s shape and dtype, written in place; must not overlap an input. None
             allocates it.
@@ -342,7 +343,14 @@ def _check_scale(
     if dtype != FP8 and scale is not None:
         raise refuse(name, f"be None for a pool of {dtype}: only fp8 pools have scales", scale)
     if isinstance(scale, torch.Tensor):
-        check_tensor(name, scale, (2,), (torch.float32,))
+        check_tensor(name, scale, (0, 1, 2), (torch.float32,))
+        if scale.dim() < 2:  # one for all rows, read on the device
+            if scale.numel() != 1:
+                must = "have one element, or one for each block and head"
+                raise refuse(name, must, f"shape {tuple(scale.shape)}")
+            if values_visible(scale.device) and not 0 < float(scale) < math.inf:
+                raise refuse(name, "be positive and finite", float(scale))
+            return 1.0, scale.reshape(1, 1).expand(shape)
         check_shape(name, scale, shape, "num_blocks, num_kv_heads")
         return 1.0, scale
     if scale is None:

@@ -90,9 +90,14 @@ def resolve_backend(
                 f"`head_size` must be at most {_MAX_TRITON_HEAD_SIZE} for backend 'triton', "
                 f"got {head_size}"
             )
-        if dtype == torch.float8_e4m3fn and device.type == "cuda" and not torch.version.hip:
+        if device.type == "cuda" and not torch.version.hip:
             capability = torch.cuda.get_device_capability(device)
-            if capability < (8, 9):
+            if capability < (8, 0):
+                raise NotImplementedError(
+                    "`backend` must be 'torch' below compute capability 8.0, "
+                    f"got 'triton' on {capability}"
+                )
+            if dtype == torch.float8_e4m3fn and capability < (8, 9):
                 raise NotImplementedError(
                     "`key_pool` must be float32, float16 or bfloat16 for backend 'triton' below "
                     f"compute capability 8.9, got {dtype} on {capability}"

@@ -26,8 +26,8 @@ _copied_kv_bytes = 0
 
 
 def copied_kv_bytes() -> int:
-    """Bytes of K and V that this backend has copied so far to make a window contiguous; see the
-    difference.
+    """Bytes of K and V that this backend has copied so far, to make a window contiguous or to give
+    blocks their scales; see the difference.
     """
     return _copied_kv_bytes
 
@@ -185,6 +185,7 @@ Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 def _blocks(inputs: AttentionArguments, block_table: torch.Tensor, num_rows: int) -> list[Part]:
     """Each block's visible rows by themselves in float32, because each has its own factors."""
+    global _copied_kv_bytes
     group = inputs.out.shape[1] // inputs.key_pool.shape[2]
     block_size = inputs.key_pool.shape[1]
     parts = []
@@ -197,6 +198,7 @@ def _blocks(inputs: AttentionArguments, block_table: torch.Tensor, num_rows: int
                 (inputs.value_pool, inputs.value_scale),
             )
         )
+        _copied_kv_bytes += key.nbytes + value.nbytes
         bias = inputs.block_bias
         parts.append((key, value, None if bias is None else bias[block].repeat_interleave(group)))
     return parts

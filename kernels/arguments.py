@@ -33,6 +33,9 @@ from typing import NamedTuple
 
 import torch
 
+SMALLEST_SOFTMAX_SCALE = 1e-30
+"""Stands for 0: every key weighs the same, and a masked score stays -inf: -inf * 0 would be NaN."""
+
 
 class AttentionArguments(NamedTuple):
     """Tensors of one call as the module says. ``out`` and ``lse`` are written, nothing else is."""

@@ -8,6 +8,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .arguments import (
+    SMALLEST_SOFTMAX_SCALE,
     AttentionArguments,
     Batch,
     BlockStrides,
@@ -20,10 +21,6 @@ from .arguments import (
 )
 from .primitives import LOG2E
 from .tuning import WalkTiles, padded_head_size
-
-# Stands for 0: every key weighs the same, and a masked score stays -inf (-inf * 0 would be NaN).
-_SMALLEST_SCALE = 1e-30
-
 
 arch_of = functools.cache(find_arch)
 
@@ -89,7 +86,7 @@ def launch_arguments(
         EntryStrides(*strides(inputs.block_bias, 2)),
         RowStrides(*strides(inputs.out, 2)),
         RowStrides(*strides(inputs.lse, 2)),
-        max(inputs.softmax_scale, _SMALLEST_SCALE) * LOG2E.value,
+        max(inputs.softmax_scale, SMALLEST_SOFTMAX_SCALE) * LOG2E.value,
     )
     constants = {
         "BLOCK_SIZE": inputs.key_pool.shape[1],

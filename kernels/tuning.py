@@ -79,7 +79,7 @@ def walk_tiles(
     Args:
         arch: compute capability, ``10 * major + minor``; 0 in the interpreter and on an AMD GPU.
         head_size: elements of one head, at most 256.
-        element_size: bytes of one K/V element.
+        element_size: bytes of one element of the query, in which products are made.
         block_size: tokens of one entry of the block table.
         num_rows: query rows of the whole call, those of all query heads of a K/V head counted.
     """

@@ -305,6 +305,14 @@ def test_one_table_for_all(target):
     check_attention(dataclasses.replace(case, block_table=table, seq_lens=lens), target.backend)
 
 
+def test_torch_backend_counts_what_fp8_copies():
+    """Each block gets its scale in a float32 copy."""
+    case = make_case(seq_lens=[192], query_lens=[5], block_size=64, dtype=torch.float32, fp8=True)
+    before = torch_backend.copied_kv_bytes()
+    check_attention(case, "torch")
+    assert torch_backend.copied_kv_bytes() - before == 2 * 3 * 64 * 16 * 4
+
+
 @pytest.mark.parametrize(
     ("dtype", "block_size", "scattered", "copies"),
     [

@@ -295,8 +295,9 @@ def test_pool_with_an_empty_dimension(function, dim):
         call(**arguments)
 
 
-def test_current_start_loc_alone():
-    arguments = attention_arguments()
+@pytest.mark.parametrize("start_loc", (ints(0, 3, 3), [0, 3, 3]), ids=("tensor", "list"))
+def test_current_start_loc_alone(start_loc):
+    arguments = attention_arguments() | {"current_start_loc": start_loc}
     arguments["key_current"] = arguments["value_current"] = None
     with pytest.raises(ValueError, match=r"^`current_start_loc` must be None .+, got "):
         chunkattn.paged_window_attention(**arguments)

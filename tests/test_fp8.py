@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import chunkattn
+from chunkattn import checks
 from chunkattn.testing import check_attention, make_case, make_pools, make_rows, snapshot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -163,7 +164,6 @@ def test_scales_of_zero(attention_target, block_size, entry):
     case.key_scale[block] = 0.0
     case.value_scale[block] = 0.0
     check_attention(case, target.backend)
-
 
 
 def test_read_by_descriptors(monkeypatch):
@@ -377,3 +377,19 @@ def test_sink_and_current_rows_in_16_bits(target):
     # e4m3 has a step of 1/16 at most; attention averages it over 327 keys.
     assert (out - expected).abs().max() < 0.05
     assert (out - expected).abs().mean() < 0.01
+
+
+@pytest.mark.parametrize("name", ("key_scale", "value_scale"))
+def test_a_table_alone_names_the_missing_one(name):
+    pool = torch.zeros(4, 16, 2, 16).to(torch.float8_e4m3fn)
+    other = {"key_scale": "value_scale", "value_scale": "key_scale"}[name]
+    with pytest.raises(ValueError, match=rf"^`{other}` must be of the kind of `{name}`.+ None$"):
+        checks.check_scales(pool, **{name: torch.ones(4, 2), other: None})
+
+
+@pytest.mark.parametrize("number", (0, -1.0, math.nan, math.inf))
+def test_a_number_is_looked_at_on_every_device(number, monkeypatch):
+    monkeypatch.setattr(checks, "values_visible", lambda device: False)  # as on a GPU
+    pool = torch.zeros(4, 16, 2, 16).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="^`value_scale` must be finite and above 0, got "):
+        checks.check_scales(pool, 1.0, number)

@@ -298,6 +298,8 @@ def test_fp8(target, dtype):
         key_scale, value_scale = tables.transpose(1, 2)
         check(inputs, target.backend, key_scale=key_scale, value_scale=value_scale)
         check(inputs, target.backend, value_scale=value_scale)
+        # As `scatter_kv` takes it: one for all rows, on the device.
+        check(inputs, target.backend, key_scale=torch.full((1,), 0.5, device=target.device))
 
 
 def test_scales_of_blocks_not_written(target):
@@ -326,12 +328,15 @@ def test_fp8_saturates(target):
             assert torch.equal(stored.signbit()[5:6], torch.tensor([True]))
 
 
-def test_fp8_needs_sm_89(monkeypatch):
+def test_oldest_gpus(monkeypatch):
     """E3: Triton has no e4m3 below; the name of the argument and the capability are said."""
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     with pytest.raises(NotImplementedError, match=r"`key_pool` must .*8\.9, got .*\(8, 6\)"):
         resolve_backend("triton", torch.device("cuda"), 128, FP8)
     assert resolve_backend("triton", torch.device("cuda"), 128, torch.bfloat16) == "triton"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.raises(NotImplementedError, match=r"`backend` must .*8\.0, got .*\(7, 5\)"):
+        resolve_backend("auto", torch.device("cuda"), 128, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
     assert resolve_backend("triton", torch.device("cuda"), 128, FP8) == "triton"

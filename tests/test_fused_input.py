@@ -62,6 +62,7 @@ FP8_REFUSED = [
     ("value_scale", "1", TypeError),
     ("key_scale", torch.ones(4, 2), ValueError),
     ("value_scale", torch.ones(4), ValueError),
+    ("value_scale", torch.tensor(0.0), ValueError),
     ("value_scale", torch.ones(4, 3).half(), TypeError),
     ("key_scale", torch.ones(4, 3, device="meta"), ValueError),
     ("value_pool", torch.zeros(4, 4, 3, 24), TypeError),

@@ -28,7 +28,9 @@ ALL_THE_REST = [[1, 2**31 - 1], [2**30, 3], [0, 2**31 - 2]]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", (6, 80))
-@pytest.mark.parametrize("segments", ([[1, 2], [0, 1], [9, 0]], [[2], [0], [1]], [[], [], []], ALL_THE_REST))
+@pytest.mark.parametrize(
+    "segments", ([[1, 2], [0, 1], [9, 0]], [[2], [0], [1]], [[], [], []], ALL_THE_REST)
+)
 def test_segments(attention_target, dtype, block_size, segments):
     """One to three queries; segments that are empty, or longer than what is seen."""
     target = attention_target
