@@ -28,6 +28,8 @@ SAME_THING = (
     *("layers", "sessions"),
 )
 OURS = "chunkattn"
+FULL = ("full window", "span 4, denoise")
+"""Calls whose window is full; the second in DreamZero's cycle."""
 WIDTH = 8.4  # inches, 110 dots each: as wide as a README
 # Okabe and Ito's colours, which stay apart for every kind of colour blindness.
 COLOURS = {
@@ -281,11 +283,11 @@ def peers_picture(rows: list[Row]) -> Any:
     """How long the peers take over ours, a group of bars a call."""
     from matplotlib import pyplot
 
-    calls = [
-        row
-        for row in of(rows, "attention")
-        if row.get("call") == "full window" and row["dtype"] == "float32" and "ratio" in row
-    ]
+    full: dict[tuple[str, int], Row] = {}  # the last span of a cycle, or the only call
+    for row in of(rows, "attention"):
+        if "ratio" in row and row["dtype"] == "float32" and row["call"] in FULL:
+            full[row["preset"], row["block_size"]] = row
+    calls = list(full.values())
     names = [name for name in calls[0]["ratio"] if name != OURS]
     figure, axis = pyplot.subplots(figsize=(WIDTH, 3.6))
     step = 0.8 / len(names)
