@@ -14,8 +14,8 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from cases import TOLERANCE, Call, Case, calls_of, make_case
-from peers import OURS, PEERS, Run, Unavailable
+from cases import Call, Case, bound_of, calls_of, make_case
+from peers import OURS, PEERS, Run, Unavailable, sdpa_contiguous
 from timing import (
     arguments,
     conditions,
@@ -67,23 +67,27 @@ def checked(case: Case) -> tuple[dict[str, Run], dict[str, str]]:
 
     The reasons of those that are wrong begin with "wrong".
     """
-    expected, tolerance = case.expected(), TOLERANCE[case.query.dtype]
+    expected = case.expected()
+
+    def error_of(run: Run) -> float:
+        return (run().double().cpu() - expected).abs().max().item()
+
+    bound = bound_of(case.query.dtype, error_of(sdpa_contiguous(case)))
     right: dict[str, Run] = {}
     reasons: dict[str, str] = {}
     for name, make in PEERS.items():
         try:
             run = make(case)
-            found = run()
+            error = error_of(run)
         except Unavailable as reason:
             reasons[name] = str(reason)
             continue
-        except Exception as error:  # another library's refusal is not the end of the others
+        except Exception as refusal:  # another library's is not the end of the others
             if name == OURS:
                 raise
-            reasons[name] = f"{type(error).__name__}: {error}".partition("\n")[0]
+            reasons[name] = f"{type(refusal).__name__}: {refusal}".partition("\n")[0]
             continue
-        error = (found.double().cpu() - expected).abs().max().item()
-        if error < tolerance:  # a NaN is wrong too
+        if error <= bound:  # a NaN is wrong too
             right[name] = run
         else:
             reasons[name] = f"wrong by {error:.3g}"

@@ -97,7 +97,7 @@ def measure(name: str, preset: ModelPreset, seed: int) -> dict[str, Any]:
     device = torch.device("cpu")
     geometry = geometry_of(preset, preset.layers, 1, torch.float32, device)
     geometry = geometry._replace(head_size=HEAD_SIZE, kv_heads=1)
-    denoise = preset.denoise_steps or DENOISE_STEPS
+    denoise = preset.denoise_forwards or preset.denoise_steps or DENOISE_STEPS
     full = -(-(geometry.sink_chunks + geometry.window_chunks) // geometry.span_chunks)
     fill = rollout_of(geometry, full + 1, 0)
     span = rollout_of(geometry, 1, denoise)[-denoise - 1 :]

@@ -6,7 +6,7 @@
 A rollout of spans, each one first denoise forward (which writes the plan), one repeated denoise
 forward and one commit forward, on both systems in turn, and books without tensors: nothing but host
 code is timed. Of vllm-omni: ``get_kv_caches``, ``prepare``, ``to_layer_inputs`` of every layer,
-``commit_paged_context``. Of chunkattn: the ``with`` block, and `ForwardContext.layer_inputs` and
+``commit_paged_context``. Of chunkattn: the ``with`` block, and `ForwardContext.layer_plan` and
 `ForwardContext.mark_layer_written` of every layer. Ratios are medians over spans of theirs over
 ours.
 """

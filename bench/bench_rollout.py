@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cases import TOLERANCE
 from rich.progress import Progress
 from timing import arguments, conditions, find_device, record, speed_ratio, table_of
 from ways import (
@@ -61,16 +60,14 @@ class Play:
     def check(self) -> dict[str, str]:
         """Play once, and drop the ways that are wrong; returns why."""
         oracle, wrong = Oracle(self.geometry), {}
-        tolerance = TOLERANCE[self.geometry.dtype]
         for step in self.steps:
             layers = self.buffers[step.kind]
             refill(layers)
             for name, way in self.ways.items():
                 for session in way:
                     outs = session.forward(layers, step.commit)
-                    error = oracle.error(layers[0], outs[0])
-                    if not error < tolerance:
-                        wrong[name] = f"wrong by {error:.3g}"
+                    if fault := oracle.fault(layers[0], outs[0]):
+                        wrong[name] = fault
             if step.commit:
                 oracle.commit(layers[0])
         self.ways = {name: way for name, way in self.ways.items() if name not in wrong}

@@ -124,7 +124,11 @@ def rollout(rows: list[Row]) -> str:
 
 
 def plan(rows: list[Row]) -> str:
-    return markdown(
+    flat = [
+        f"{row['preset']} {row['flat'][OURS]:.2f} (span {list(row['by_span'][OURS])[-1]})"
+        for row in of(rows, "plan")
+    ]
+    table = markdown(
         ["model, forward", "chunkattn µs", "vllm-omni µs", "theirs / ours"],
         (
             [
@@ -137,6 +141,7 @@ def plan(rows: list[Row]) -> str:
             for kind, ratio in row["ratio"].items()
         ),
     )
+    return f"{table}\nA late span over span 100, chunkattn: {', '.join(flat)}.\n"
 
 
 def memory(rows: list[Row]) -> str:

@@ -6,6 +6,7 @@ Every way takes the same rows and gives the same outputs; they differ in what th
 from typing import Any, NamedTuple
 
 import torch
+from cases import bound_of
 from torch.nn.functional import scaled_dot_product_attention
 
 from chunkattn import ARDiffusionKVCache, ARDiffusionKVConfig, scatter_kv
@@ -313,8 +314,8 @@ class Oracle:
         self.geometry, self.rows_checked = geometry, rows_checked
         self.chunks: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def error(self, rows: Rows, out: torch.Tensor) -> float:
-        """The largest difference of a forward's result."""
+    def fault(self, rows: Rows, out: torch.Tensor) -> str:
+        """What is wrong with a forward's result; nothing is an empty string."""
         g = self.geometry
         recent = g.window_chunks - rows.key.shape[0] // g.chunk
         sink, rest = self.chunks[: g.sink_chunks], self.chunks[g.sink_chunks :]
@@ -327,7 +328,12 @@ class Oracle:
         expected, _ = dense_attention(
             rows.query[picked].cpu(), key, value, g.head_size**-0.5, torch.float64
         )
-        return float((out[picked].double().cpu() - expected).abs().max())
+        own = attend(rows.query[picked].cpu(), key, value)
+        error, own_error = (
+            float((found.double().cpu() - expected).abs().max()) for found in (out[picked], own)
+        )
+        right = error <= bound_of(g.dtype, own_error)  # a NaN is wrong too
+        return "" if right else f"wrong by {error:.3g}"
 
     def commit(self, rows: Rows) -> None:
         chunk = self.geometry.chunk

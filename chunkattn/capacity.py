@@ -162,7 +162,7 @@ def preset_capacity(
     ideal = sessions * chunks * chunk * rows * head_bytes
     visible = (preset.sink_frames + window) * chunk + preset.action_tokens + preset.state_tokens
     read = branches * visible * rows * head_bytes
-    steps = preset.denoise_steps
+    steps = preset.denoise_forwards or preset.denoise_steps
     return {
         **asdict(found),
         "block_size": size,

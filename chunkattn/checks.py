@@ -122,6 +122,18 @@ def _scale(name: str, value: Any, key_pool: torch.Tensor) -> torch.Tensor:
     return scale.reshape(())
 
 
+def check_scale_values(
+    name: str, scale: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, size: int
+) -> None:
+    """Look at the scales of visible blocks of ``size`` tokens; others may be anything."""
+    entries = torch.arange(block_table.shape[1], device=block_table.device)
+    visible = block_table[entries < ((seq_lens + size - 1) // size).unsqueeze(1)].long()
+    wrong = ~((scale[visible] >= 0) & (scale[visible] < math.inf))
+    if bool(wrong.any()):
+        must = "be finite and not negative for every visible block"
+        raise refuse(name, must, float(scale[visible][wrong][0]))
+
+
 def check_block_bias(block_bias: Any, key_pool: torch.Tensor) -> torch.Tensor:
     """The bias as ``(num_blocks, num_kv_heads)``."""
     check_tensor("block_bias", block_bias, (1, 2), (torch.float32,))

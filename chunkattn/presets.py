@@ -45,6 +45,8 @@ class ModelPreset:
         first_frames: frames that are committed before the first span, such as a picture to start
             from.
         denoise_steps: denoise forwards of a span; ``None`` where no source states it.
+        denoise_forwards: those of them that run the transformer, where a cache of steps skips
+            others; ``None``: all.
         action_tokens: action rows that ride along with a span.
         state_tokens: robot-state rows that ride along with a span.
         cfg_branches: classifier-free-guidance branches, each with a history of its own.
@@ -65,6 +67,7 @@ class ModelPreset:
     sink_frames: int = 0
     first_frames: int = 0
     denoise_steps: int | None = None
+    denoise_forwards: int | None = None
     action_tokens: int = 0
     state_tokens: int = 0
     cfg_branches: int = 1

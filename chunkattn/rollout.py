@@ -149,7 +149,7 @@ def play(
     if preset.first_frames:
         forward(preset.first_frames, commit=True)
     for _ in range(spans):
-        for _ in range(preset.denoise_steps or 1):
+        for _ in range(preset.denoise_forwards or preset.denoise_steps or 1):
             forward(preset.frames_per_span, commit=False)
         forward(preset.frames_per_span, commit=True)
     session.close()

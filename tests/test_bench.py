@@ -187,7 +187,7 @@ def test_memory_of_a_small_model():
     pytest.importorskip("vllm")
     from bench_memory import measure
 
-    row = measure("small", dataclasses.replace(SMALL, denoise_steps=3), 0)
+    row = measure("small", dataclasses.replace(SMALL, denoise_forwards=3), 0)
     assert row["copied_bytes"]["chunkattn"] == row["span_bytes"]  # a commit writes its own rows
     # Each layer of each forward joins history and span, and then the action rows; a stack hands
     # the last three chunks back.

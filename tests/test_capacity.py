@@ -65,7 +65,7 @@ def test_what_a_dreamzero_span_reads():
     report = preset_capacity(get_preset("dreamzero_14b"), 141 << 30)
     row = 2 * 40 * 40 * 128 * 2
     assert report["bytes_read_per_forward"] == 2 * 7945 * row
-    assert report["bytes_read_per_span"] == 17 * 2 * 7945 * row
+    assert report["bytes_read_per_span"] == 5 * 2 * 7945 * row
     half = preset_capacity(get_preset("dreamzero_14b"), 141 << 30, tp=2, cfg=2)
     assert 4 * half["bytes_read_per_forward"] == report["bytes_read_per_forward"]
     fp8 = preset_capacity(get_preset("dreamzero_14b"), 141 << 30, kv_dtype="fp8")

@@ -82,7 +82,7 @@ def test_the_blocks_are_those_of_the_plan(
         add(self, forward)
 
     monkeypatch.setattr(rollout.Recorder, "add", spy)
-    preset = dataclasses.replace(get_preset("dreamzero_14b"), denoise_steps=1)
+    preset = dataclasses.replace(get_preset("dreamzero_14b"), denoise_forwards=1)
     records = rollout.play(preset, 20, block_size=block_size)
     assert len(records) == len(planned) == 41
     held: dict[int, set[int]] = {}
