@@ -144,7 +144,6 @@ class ARDiffusionKVCache(Requests):
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
-        self.softmax_scale = head_size**-0.5
         self.dtype = dtype
         self.device = torch.device("cpu") if device is None else torch.device(device)
         self.local_branches = local_branches

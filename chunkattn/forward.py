@@ -321,7 +321,7 @@ class ForwardContext:
             plan.seq_lens,
             plan.query_start_loc,
             out,
-            cache.softmax_scale if softmax_scale is None else softmax_scale,
+            cache.head_size**-0.5 if softmax_scale is None else softmax_scale,
             cache.backend,
             *cache.table_scales[layer],
             plan.current_start_loc,
@@ -372,15 +372,16 @@ class ForwardContext:
         if not cache.table_pools:
             raise LifecycleError("the cache was built without tensors (device=None)")
         heads, size, device = cache.num_kv_heads, cache.head_size, cache.pool_device
-        shape = (self.seq_len, heads, size)
-        _check_fit("key", key, shape, POOL_DTYPES, device)
-        _check_fit("value", value, shape, POOL_DTYPES, device)
-        shape = (self.action_len, heads, size)
-        for name, tensor in (("key_action", key_action), ("value_action", value_action)):
+        for name, tensor, rows in (
+            ("key", key, self.seq_len),
+            ("value", value, self.seq_len),
+            ("key_action", key_action, self.action_len),
+            ("value_action", value_action, self.action_len),
+        ):
             if tensor is not None:
-                _check_fit(name, tensor, shape, POOL_DTYPES, device)
-            elif self.action_len:
-                raise ValueError(f"`{name}` must have {self.action_len} rows, got None")
+                _check_fit(name, tensor, (rows, heads, size), POOL_DTYPES, device)
+            elif rows:
+                raise ValueError(f"`{name}` must have {rows} rows, got None")
         num_heads = heads
         if isinstance(query, torch.Tensor) and query.dim() == 3:
             num_heads = query.shape[1]

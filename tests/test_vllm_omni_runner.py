@@ -11,44 +11,23 @@ import torch
 
 from chunkattn import ARDiffusionKVCache, LifecycleError, PoolExhaustedError, StaleContextError
 from chunkattn.sizing import SCRATCH_ENV
-from tests.helpers.omni import Pairs, Pipeline, bound, make_runner, needs_vllm_omni, plugged, spec
+from tests.helpers.omni import (
+    Pairs,
+    Pipeline,
+    both,
+    bound,
+    forward,
+    make_runner,
+    needs_vllm_omni,
+    plugged,
+    spec,
+)
 
 
 @pytest.fixture
 def full() -> Iterator[None]:
     with plugged("full"), torch.no_grad():
         yield
-
-
-def forward(
-    state: Any,
-    branch: str = "positive",
-    frames: int = 2,
-    commit: bool = True,
-    action_len: int = 0,
-    seed: int = 0,
-    stop_after: int | None = None,
-) -> torch.Tensor:
-    """One forward of a two-layer model that is nothing but attention; the last layer's output."""
-    from vllm_omni.experimental.ar_diffusion.kv_cache.paged_attention import paged_write_attn
-
-    generator = torch.Generator().manual_seed(seed)
-    caches = state.get_kv_caches(branch, seq_len=4 * frames, commit_current=commit)
-    caches[0].forward_ctx.prepare(torch.device("cpu"), action_len, 4 * frames + action_len)
-    out = torch.randn(4 * frames + action_len, 2, 8, generator=generator)
-    for layer in caches[:stop_after]:
-        rows, action = out[: 4 * frames], out[4 * frames :] if action_len else None
-        out = paged_write_attn(layer.to_layer_inputs(), out, rows, rows, action, action, 0.3)
-    if stop_after is not None:
-        raise RuntimeError("the model has failed")
-    if commit:
-        state.commit_paged_context(branch)
-    return out
-
-
-def both(state: Any, **arguments: Any) -> None:
-    for branch in state.kv_branch_names:
-        forward(state, branch, **arguments)
 
 
 @needs_vllm_omni

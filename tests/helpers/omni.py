@@ -67,17 +67,26 @@ class Pipeline:
 
 def make_runner(pipeline: Any, *, available_bytes: int = 1 << 26, **kv_config: Any) -> Any:
     """vllm-omni's runner with its cache built, on the CPU, without loading a checkpoint."""
+    made = bare_runner(**kv_config)
+    made.pipeline = pipeline
+    made._preallocate_kv_cache(available_bytes=available_bytes)
+    return made
+
+
+def bare_runner(**kv_config: Any) -> Any:
+    """The same before it has loaded anything."""
     from vllm_omni.experimental.ar_diffusion import runner
 
     made = runner.ARDiffusionModelRunner.__new__(runner.ARDiffusionModelRunner)
     made.od_config = SimpleNamespace(
-        dtype=torch.float32, ar_diffusion_kv_config={"gpu_memory_fraction": 1.0, **kv_config}
+        dtype=torch.float32,
+        enforce_eager=True,
+        ar_diffusion_kv_config={"gpu_memory_fraction": 1.0, **kv_config},
     )
-    made.device, made.pipeline = torch.device("cpu"), pipeline
+    made.device = torch.device("cpu")
     made.ar_diffusion_kv_config = runner.resolve_ar_diffusion_kv_config(made.od_config)
     made._sessions = runner.OrderedDict()
     made._perf_e2e_times = []
-    made._preallocate_kv_cache(available_bytes=available_bytes)
     return made
 
 
@@ -110,3 +119,34 @@ def spec(**changes: Any) -> Any:
         "max_scratch_tokens_per_branch": 6,
     }
     return ARDiffusionKVCacheSpec(**(arguments | changes))
+
+
+def forward(
+    state: Any,
+    branch: str = "positive",
+    frames: int = 2,
+    commit: bool = True,
+    action_len: int = 0,
+    seed: int = 0,
+    stop_after: int | None = None,
+) -> torch.Tensor:
+    """One forward of a two-layer model that is nothing but attention; the last layer's output."""
+    from vllm_omni.experimental.ar_diffusion.kv_cache.paged_attention import paged_write_attn
+
+    generator = torch.Generator().manual_seed(seed)
+    caches = state.get_kv_caches(branch, seq_len=4 * frames, commit_current=commit)
+    caches[0].forward_ctx.prepare(torch.device("cpu"), action_len, 4 * frames + action_len)
+    out = torch.randn(4 * frames + action_len, 2, 8, generator=generator)
+    for layer in caches[:stop_after]:
+        rows, action = out[: 4 * frames], out[4 * frames :] if action_len else None
+        out = paged_write_attn(layer.to_layer_inputs(), out, rows, rows, action, action, 0.3)
+    if stop_after is not None:
+        raise RuntimeError("the model has failed")
+    if commit:
+        state.commit_paged_context(branch)
+    return out
+
+
+def both(state: Any, **arguments: Any) -> None:
+    for branch in state.kv_branch_names:
+        forward(state, branch, **arguments)
