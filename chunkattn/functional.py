@@ -12,6 +12,7 @@ from chunkattn.checks import (
     check_device,
     check_key_value,
     check_pools,
+    check_scale_values,
     check_scales,
     check_segment_blocks,
     check_shape,
@@ -135,8 +136,8 @@ def paged_window_attention(
         current_start_loc: ``(num_seqs + 1,)`` as ``query_start_loc``, over the rows of
             ``key_current``.
         key_scale: only for pools of ``torch.float8_e4m3fn``: a number, a float32 tensor of one, or
-            ``(num_blocks, num_kv_heads)`` float32; None is 1. A stored row times its scale is the
-            row. Only visible blocks are looked at.
+            ``(num_blocks, num_kv_heads)`` float32, not negative; None is 1. A stored row times its
+            scale is the row. Only visible blocks are looked at.
         value_scale: as ``key_scale``.
         out: ``(num_tokens, num_heads, head_size)`` of ``query``'s dtype, written in place; None
             allocates it.
@@ -254,6 +255,9 @@ def paged_window_attention(
         if current_start_loc is not None and key_current is not None:
             check_start_loc_values("current_start_loc", current_start_loc, key_current.shape[0])
         check_table_values(block_table, seq_lens, num_blocks, block_size)
+        for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+            if scale is not None and scale.dim() == 2:
+                check_scale_values(name, scale, block_table, seq_lens, block_size)
         if segment_blocks is not None and bool((segment_blocks < 0).any()):
             raise refuse("segment_blocks", "not be negative", segment_blocks.tolist())
 

@@ -8,7 +8,14 @@ import torch
 
 import chunkattn
 from chunkattn import checks
-from chunkattn.testing import check_attention, make_case, make_pools, make_rows, snapshot
+from chunkattn.testing import (
+    check_attention,
+    make_case,
+    make_pools,
+    make_rows,
+    run_attention,
+    snapshot,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -393,3 +400,12 @@ def test_a_number_is_looked_at_on_every_device(number, monkeypatch):
     pool = torch.zeros(4, 16, 2, 16).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="^`value_scale` must be finite and above 0, got "):
         checks.check_scales(pool, 1.0, number)
+
+
+@pytest.mark.parametrize("scale", (-0.5, math.nan, math.inf))
+@pytest.mark.parametrize("name", ("key_scale", "value_scale"))
+def test_a_wrong_scale_of_a_visible_block_is_refused(name, scale):
+    case = make_case(seq_lens=[70], query_lens=[5], block_size=64, fp8=True)
+    getattr(case, name)[case.block_table[0, 1], 0] = scale
+    with pytest.raises(ValueError, match=f"^`{name}` must be finite and .+ block, got {scale}"):
+        run_attention(case, "torch")
