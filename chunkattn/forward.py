@@ -124,6 +124,7 @@ class ForwardContext:
             session._check_agreement(side, range(first, first + self.num_chunks))
         side.adapter.stream = session.cache.settling.stream()
         self._plans = self._plan()
+        self._written.clear()
         side.open_forward = self
         side.ran = True
         session.last_used = next(session.cache.uses)
