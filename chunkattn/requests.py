@@ -374,11 +374,11 @@ class Requests:
 
     @locked
     def swap_out_requests(self, adapters: Sequence[ARDiffusionRequestAdapter]) -> list[HostCopy]:
-        """Copy the blocks of requests to host memory and free them."""
-        copies = []
+        """Copy the blocks of requests to host memory and free them; all of them or none."""
         for adapter in adapters:
             self.release_uncommitted(adapter)
-            copies.append(HostCopy(self.pools, self.block_table(adapter)))
+        copies = [HostCopy(self.pools, self.block_table(adapter)) for adapter in adapters]
+        for adapter in adapters:
             self._window_manager.truncate(adapter.request_id, 0)
             self.settling.freed(adapter.stream)
             adapter.table_epoch += 1

@@ -190,6 +190,7 @@ class Session:
 
         Raises:
             LifecycleError: a forward is open, or the session is closed.
+            RuntimeError: host memory has run out; every block stays.
         """
         if self._swapped is None or self._closed:
             self._check_idle("swap_out")
