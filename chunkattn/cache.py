@@ -408,10 +408,10 @@ class ARDiffusionKVCache(Requests):
         Args:
             session_id: the id of the new session.
             evict_idle: where ``session_capacity`` sessions are open, close the one without an open
-                forward that was used least recently.
+                forward that was used least recently. A refused call closes none.
 
         Raises:
-            LifecycleError: a session of that id is open.
+            LifecycleError: a session of that id is open, or a request has the name of a branch.
             PoolExhaustedError: ``session_capacity`` sessions are open, and none may be evicted.
         """
         return self.admit_session(session_id, evict_idle=evict_idle)
@@ -438,6 +438,7 @@ class ARDiffusionKVCache(Requests):
             self._check_live(adapter)
         if session_id in self._sessions:
             raise LifecycleError(f"`session_id` must be new, got {session_id!r}, which is open")
+        evicted = None
         if len(self._sessions) >= self.session_capacity:
             idle = [session for session in self._sessions.values() if session.is_idle]
             if not (evict_idle and idle):
@@ -446,9 +447,10 @@ class ARDiffusionKVCache(Requests):
                     f"are open: close one before opening {session_id!r}"
                 )
             evicted = min(idle, key=lambda session: session.last_used)
+        session = Session(self, session_id, source, adapters)
+        if evicted is not None:  # not before the new one is there: it may have been refused
             logger.info("session %r makes room for %r", evicted.session_id, session_id)
             evicted.close()
-        session = Session(self, session_id, source, adapters)
         self._sessions[session_id] = session
         return session
 
