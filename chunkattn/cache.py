@@ -69,7 +69,8 @@ class ARDiffusionKVCache(Requests):
             the budget can count it.
         backend: ``"auto"``, ``"torch"``, ``"triton"``, ``"fa3"`` or ``"fa2"``, for the sessions.
         policy: what the branches see and keep, from `chunkattn.policy` or one's own. None is the
-            config's sink and window. ``window_chunks`` bounds a span in either case.
+            config's sink and window. A span is bounded by ``window_chunks`` in either case, and by
+            the policy's ``longest_span``.
         cross_attention: named cross-attention K/V of each session, beside the static pools; room
             for ``session_capacity`` of them is deducted from the memory.
         debug_group: ranks that must plan the same blocks, for debugging: each forward that opens
@@ -227,6 +228,7 @@ class ARDiffusionKVCache(Requests):
                 f"blocks of {block_size}"
             )
         super().__init__(spec, policy, num_layers, self.num_blocks, max_model_len, self.device)
+        self.longest_span = min(window_chunks, self.policy.longest_span)
         self.view_of_layer = [self.policy.view_of(layer) for layer in range(num_layers)]
         # A single session waits for nobody.
         shared = scratch and session_capacity > 1

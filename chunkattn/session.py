@@ -108,7 +108,7 @@ class Session:
 
         Args:
             branch: guidance side, from 0 to ``local_branches - 1``.
-            seq_len: tokens of the span, a whole number of chunks up to the window.
+            seq_len: tokens of the span, a whole number of chunks up to the shortest window.
             commit: make the span part of the history on a clean exit; else it is a denoise forward.
             action_len: action and state rows that follow the span's; they are visible, never
                 committed.
@@ -121,10 +121,10 @@ class Session:
         side = self._branch(branch)
         if self._swapped is not None:
             self._check_open()
-        if seq_len <= 0 or seq_len % chunk_size or seq_len > cache.window_chunks * chunk_size:
+        if seq_len <= 0 or seq_len % chunk_size or seq_len > cache.longest_span * chunk_size:
             raise ValueError(
                 f"`seq_len` must be a positive multiple of chunk_size {chunk_size}, at most "
-                f"{cache.window_chunks} chunks, got {seq_len}"
+                f"{cache.longest_span} chunks, got {seq_len}"
             )
         scratch_tokens = cache.scratch_blocks_per_branch * cache.block_size
         if action_len < 0:

@@ -121,13 +121,11 @@ def check_policy(policy: Policy, num_layers: int, span_chunks: int) -> None:
     """Refuse a policy whose windows are shorter than the span, or that lacks a layer's window."""
     if not isinstance(policy, Policy):
         raise TypeError(f"`policy` must be a Policy or None, got {type(policy).__name__}")
-    for view in policy.views():
-        window = getattr(view, "window_chunks", span_chunks)
-        if window < span_chunks:
-            raise ValueError(
-                f"`policy` must have windows that hold the span of {span_chunks} chunks, got {view}"
-            )
-    layers = getattr(policy, "layers", (0,) * num_layers)
+    if policy.longest_span < span_chunks:
+        raise ValueError(
+            f"`policy` must have windows that hold the span of {span_chunks} chunks, got {policy}"
+        )
+    layers = (0,) * num_layers if policy.layers is None else policy.layers
     if len(layers) != num_layers or not set(layers) <= set(range(len(policy.views()))):
         raise ValueError(
             f"`policy` must name a window for each of {num_layers} layers, got {policy}"

@@ -231,6 +231,52 @@ def test_retrieval_refuses():
         start(None).session.retrieve([0])
 
 
+# -- policies around policies -------------------------------------------------------------------
+RETRIEVAL = Retrieval(SlidingWindow(3), 2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "most", "visible"),
+    [
+        (PinnedChunks(RETRIEVAL, (0,)), 2, [0, 1, 3, 6, 7, 8]),
+        (PartialCommit(RETRIEVAL, 1), 2, [1, 3, 6, 7, 8]),
+        (Retrieval(RETRIEVAL, 1), 3, [1, 3, 6, 7, 8]),
+    ],
+    ids=lambda p: type(p).__name__,
+)
+def test_a_retrieval_inside_another_policy(policy, most, visible):
+    """It retrieves nonetheless."""
+    assert policy.retrieved_chunks == most
+    rollout = start(policy)
+    for number in range(8):
+        recent = {*range(max(0, number - 2), number + 1)}
+        rollout.forward(commit=True, visible=sorted(recent | {*visible} & {0}))
+    rollout.session.retrieve([1, 3])
+    rollout.forward(visible=visible)
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        PartialCommit(SlidingWindow(4), 1),
+        PinnedChunks(PartialCommit(SlidingWindow(4), 3), (7,)),
+        Retrieval(SlidingWindow(4), 2),
+    ],
+    ids=str,
+)
+def test_layers_commit_and_retrieve_alike(window):
+    """Around `PerLayer` it has a meaning, and works; inside it was dropped in silence."""
+    message = "`windows` must neither commit in part nor retrieve.*around PerLayer.*, got"
+    with pytest.raises(ValueError, match=message):
+        PerLayer((SlidingWindow(4), window), (0, 1))
+    PerLayer((PartialCommit(SlidingWindow(4), 4),), (0,))  # commits whatever it takes
+    policy = PartialCommit(Retrieval(PerLayer((SlidingWindow(4), SlidingWindow(3)), (0, 1)), 1), 1)
+    assert policy.committed(3) == policy.retrieved_chunks == 1
+    rollout = start(policy, layers=2, span=3)
+    play(rollout.session, range(9), span=3)
+    assert rollout.adapter.completed_chunks == 3
+
+
 # -- the rest of a session's life under a policy ------------------------------------------------
 def test_hard_reset_goes_back_no_further_than_its_last_reset():
     rollout = start(HardReset(4))
@@ -319,17 +365,89 @@ def test_a_policy_that_shows_what_has_left_is_refused():
 
 
 @pytest.mark.parametrize(
+    "policy",
+    [
+        SlidingWindow(2),
+        Retrieval(HardReset(2), 1),
+        PerLayer((SlidingWindow(5), FloatingSink(2, 1, 4)), (1,)),
+    ],
+    ids=lambda p: type(p).__name__,
+)
+def test_a_span_is_no_longer_than_the_shortest_window(policy):
+    """Whatever the config's window is, 9 chunks here."""
+    rollout = start(policy)
+    before = state(rollout.cache)
+    message = "`seq_len` must be a positive multiple of chunk_size 4, at most 2 chunks, got 12"
+    with pytest.raises(ValueError, match=message):
+        rollout.open(3, commit=True)
+    assert state(rollout.cache) == before
+    rollout.forward(2, commit=True, visible=[0, 1])
+
+
+def test_a_plan_that_fails_gives_its_blocks_back():
+    """A policy that sees more than it says: the plan has no room. Nor is half of it used again."""
+
+    @dataclass(frozen=True)
+    class Modest(Policy):
+        capacity_chunks: int = 9
+
+        def visible(self, resident, span):
+            return resident if len(span) > 1 else ()
+
+        def kept(self, resident, span):
+            return (range(span.stop),)
+
+        def most_visible(self, num_chunks):
+            return 3
+
+    layers = PerLayer((SlidingWindow(9), Modest()), (0, 1))
+    rollout = start(layers, layers=2, scratch=False)
+    for number in range(3):
+        with rollout.open(commit=True) as fwd:
+            rollout.write(fwd, 0)
+            rollout.write(fwd, 1)
+        rollout.committed = number + 1
+
+    def denoise() -> torch.Tensor:
+        with rollout.open() as fwd:
+            return rollout.write(fwd, 0)
+
+    out = denoise()
+    before = state(rollout.cache)
+    with pytest.raises(ValueError, match="could not broadcast"):
+        rollout.open(2, commit=True).__enter__()
+    assert rollout.session.is_idle
+    assert state(rollout.cache) == before
+    assert torch.equal(denoise(), out)
+
+
+@pytest.mark.parametrize(
     ("policy", "error", "message"),
     [
         ("window", TypeError, "`policy` must be a Policy or None, got str"),
         (SlidingWindow(1, 1), ValueError, "`policy` must have windows that hold the span of 2"),
         (HardReset(1), ValueError, "`policy` must have windows that hold the span of 2"),
         (
+            PinnedChunks(SlidingWindow(1), (7,)),
+            ValueError,
+            "`policy` must have windows that hold the span of 2",
+        ),
+        (
+            Retrieval(PerLayer((SlidingWindow(4), FloatingSink(1, 1, 9)), (0,)), 1),
+            ValueError,
+            "`policy` must have windows that hold the span of 2",
+        ),
+        (
             PerLayer((HardReset(3),), (0, 0)),
             ValueError,
             "`policy` must name a window for each of 1",
         ),
         (PerLayer((HardReset(3),), (1,)), ValueError, "`policy` must name a window for each of 1"),
+        (
+            PinnedChunks(PerLayer((HardReset(3),), (0, 0)), (7,)),
+            ValueError,
+            "`policy` must name a window for each of 1",
+        ),
     ],
 )
 def test_the_cache_refuses_a_policy(policy, error, message):
