@@ -122,7 +122,7 @@ class ForwardContext:
         self.first_chunk = first = side.next_chunk
         if len(session._branches) > 1:
             session._check_agreement(side, range(first, first + self.num_chunks))
-        side.adapter.stream = session.cache.settling.stream()
+        session.cache.follow(side.requests())
         try:
             self._plans = self._plan()
         except BaseException:
