@@ -20,6 +20,8 @@ class Policy:
         positional: `visible` and `kept` depend on positions alone and not on ``resident``. Others
             cannot be rolled back behind a commit after which a chunk has left.
         retrieved_chunks: the most chunks that `Session.retrieve` may show beside the visible ones.
+        archive_chunks: the most chunks that have left and are kept in host memory to be retrieved;
+            None for all.
         longest_span: the most chunks of a span: the window that counts it in, if there is one.
         layers: for each layer of the model its group, an index into `views`; None where all layers
             see the same.
@@ -28,6 +30,7 @@ class Policy:
     capacity_chunks: int
     positional: bool = False
     retrieved_chunks: int = 0
+    archive_chunks: int | None = None
     longest_span: int = sys.maxsize
     layers: tuple[int, ...] | None = None
 
@@ -185,6 +188,10 @@ class _Around(Policy):
         return self.inner.retrieved_chunks
 
     @property
+    def archive_chunks(self) -> int | None:  # type: ignore[override]
+        return self.inner.archive_chunks
+
+    @property
     def longest_span(self) -> int:  # type: ignore[override]
         return self.inner.longest_span
 
@@ -254,10 +261,16 @@ class Retrieval(_Around):
     """``inner``, and up to ``num_chunks`` others that `Session.retrieve` shows beside the window.
 
     Any committed chunk may be named: one that leaves the window is copied to host memory first.
+    With ``archive_chunks`` a branch keeps as many there, and the oldest go: what is shown stays.
     """
 
     inner: Policy
     num_chunks: int
+    archive_chunks: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.archive_chunks is not None and self.archive_chunks < 0:
+            raise ValueError(f"`archive_chunks` must be at least 0, got {self.archive_chunks}")
 
     @property
     def capacity_chunks(self) -> int:  # type: ignore[override]

@@ -252,8 +252,11 @@ class Requests:
             removed = window.compact_block_table(adapter.request_id)
         else:
             if self.policy.retrieved_chunks:
+                archive, most = adapter.archive, self.policy.archive_chunks
                 for chunk in {c for run in held for c in run}.difference(*adapter.resident):
-                    adapter.archive[chunk] = self._copy_chunk(adapter, chunk)
+                    archive[chunk] = self._copy_chunk(adapter, chunk)
+                while most is not None and len(archive) > most:
+                    del archive[min(archive)]
             gaps = whole_block_gaps(
                 adapter.resident,
                 adapter.num_prompt_tokens,

@@ -220,7 +220,8 @@ class Session:
             chunks: committed chunks, at most the policy's ``num_chunks``; empty for none.
 
         Raises:
-            ValueError: too many, or a chunk that a branch which ran has not committed.
+            ValueError: too many, or a chunk that a branch which ran has not committed, or no longer
+                has: see the policy's ``archive_chunks``.
             LifecycleError: a forward is open, or the session is closed or swapped out.
             PoolExhaustedError: too few free blocks. Nothing has changed.
         """

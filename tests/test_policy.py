@@ -208,6 +208,40 @@ def test_retrieval_lives_through_everything_else():
     assert cache.num_free_blocks == 150
 
 
+@pytest.mark.parametrize("around", [False, True])
+def test_the_archive_has_a_bound(around):
+    """The oldest go, but for what is shown; a rollout of days fits into host memory."""
+    policy = Retrieval(SlidingWindow(2), 2, archive_chunks=3)
+    rollout = start(PinnedChunks(policy, ()) if around else policy, session_capacity=2)
+    session = rollout.session
+    for number in range(20):
+        if number == 4:
+            session.retrieve([0, 1])
+        shown = [0, 1] if number >= 4 else []
+        rollout.forward(commit=True, visible=sorted({*shown, max(0, number - 1), number}))
+    assert sorted(rollout.adapter.archive) == [15, 16, 17]
+    session.retrieve([1, 16])  # one is shown still, one is kept
+    rollout.forward(visible=[1, 16, 19, 20])
+    fork = Rollout(session.fork("b"), rollout.policy)
+    fork.committed = 20
+    session.rollback(1)
+    rollout.committed = 19
+    rollout.forward(visible=[1, 16, 18, 19])
+    session.retrieve([])
+    before = state(rollout.cache)
+    message = "committed chunks, from 0 to 18, resident or of the last 3 that left, got 1"
+    with pytest.raises(ValueError, match=message):
+        session.retrieve([1])
+    assert state(rollout.cache) == before
+    fork.forward(visible=[1, 16, 19, 20])
+    rollout.cache.check_integrity()
+
+
+def test_an_archive_is_not_negative():
+    with pytest.raises(ValueError, match="`archive_chunks` must be at least 0, got -1"):
+        Retrieval(SlidingWindow(2), 1, -1)
+
+
 def test_retrieval_refuses():
     rollout = start(Retrieval(SlidingWindow(3, 1), 2), local_branches=2)
     play(rollout.session, range(8), branches=2)
