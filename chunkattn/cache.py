@@ -52,7 +52,8 @@ class ARDiffusionKVCache(Requests):
         block_size: tokens of a block; any relation to ``chunk_size``.
         max_model_len: vLLM's limit for a request, raised when a rollout's storage needs more.
         available_bytes: free memory. The cross-attention pools are deducted, then
-            ``config.gpu_memory_fraction`` of the rest goes to managed blocks.
+            ``config.gpu_memory_fraction`` of the rest goes to managed blocks. Scratch blocks come
+            on top: the fraction must leave room for them, as ``memory_budget_bytes`` does itself.
         cross_attn_length: text tokens of the static cross-attention pool; 0 for none.
         cross_attn_img_length: image tokens of it; 0 for none.
         device: where the pools lie; None keeps the books without tensors.
