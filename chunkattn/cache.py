@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chunkattn.checks import POOL_DTYPES
+from chunkattn.checks import POOL_DTYPES, check_int
 from chunkattn.config import ARDiffusionKVConfig
 from chunkattn.cross_attention import CrossAttention, CrossAttentionSpec, NamedCrossAttention
 from chunkattn.errors import LifecycleError, PoolExhaustedError
@@ -79,6 +79,7 @@ class ARDiffusionKVCache(Requests):
             rank and nothing stays allocated. None compares nothing.
 
     Raises:
+        TypeError: a number is no integer, or the policy no `Policy`.
         ValueError: an argument does not fit, or the memory holds fewer blocks than a rollout needs
             to go on for ever: sink, window and span of every local branch, and the null block.
     """
@@ -116,6 +117,7 @@ class ARDiffusionKVCache(Requests):
         window_chunks = checked_window(config, num_frame_per_block)
         if policy is not None:
             check_policy(policy, num_layers, num_frame_per_block)
+        check_int("local_branches", local_branches)
         if local_branches not in (1, 2):
             raise ValueError(f"`local_branches` must be 1 or 2, got {local_branches}")
         for name, number, least in (
@@ -131,8 +133,7 @@ class ARDiffusionKVCache(Requests):
             ("session_capacity", session_capacity, 1),
             ("model_owned_bytes_per_session", model_owned_bytes_per_session, 0),
         ):
-            if number < least:
-                raise ValueError(f"`{name}` must be at least {least}, got {number}")
+            check_int(name, number, least)
         is_fp8 = dtype == torch.float8_e4m3fn
         if dtype not in POOL_DTYPES and not is_fp8:
             raise NotImplementedError(

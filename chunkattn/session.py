@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from chunkattn.branch import Branch
+from chunkattn.checks import check_int
 from chunkattn.errors import LifecycleError
 from chunkattn.forward import ForwardContext
 from chunkattn.pool import HostCopy
@@ -114,13 +115,15 @@ class Session:
                 committed.
 
         Raises:
-            ValueError: an argument does not fit.
+            ValueError, TypeError: an argument does not fit.
             LifecycleError: the session is closed or swapped out.
         """
         cache, chunk_size = self.cache, self.cache.spec.chunk_size
         side = self._branch(branch)
         if self._swapped is not None:
             self._check_open()
+        check_int("seq_len", seq_len)
+        check_int("action_len", action_len)
         if seq_len <= 0 or seq_len % chunk_size or seq_len > cache.longest_span * chunk_size:
             raise ValueError(
                 f"`seq_len` must be a positive multiple of chunk_size {chunk_size}, at most "
@@ -406,6 +409,7 @@ class Session:
 
     def _branch(self, branch: int) -> Branch:
         self._check_not_closed()
+        check_int("branch", branch)
         if not 0 <= branch < len(self._branches):
             raise ValueError(f"`branch` must be from 0 to {len(self._branches) - 1}, got {branch}")
         return self._branches[branch]

@@ -5,6 +5,7 @@ import os
 from typing import TYPE_CHECKING
 
 from chunkattn.capacity import capacity
+from chunkattn.checks import check_int, refuse
 from chunkattn.config import ARDiffusionKVConfig
 from chunkattn.policy import Policy
 from chunkattn.pool import compute_num_blocks
@@ -146,8 +147,9 @@ def checked_window(config: ARDiffusionKVConfig, num_frame_per_block: int) -> int
         ("sink_chunks", config.sink_chunks, 0),
         ("num_frame_per_block", num_frame_per_block, 1),
     ):
-        if number < least:
-            raise ValueError(f"`{name}` must be at least {least}, got {number}")
+        check_int(name, number, least)
+    if not 0.0 < config.gpu_memory_fraction <= 1.0:
+        raise refuse("gpu_memory_fraction", "be in (0, 1]", config.gpu_memory_fraction)
     if config.window_chunks < num_frame_per_block:
         raise ValueError(
             f"`window_chunks` must hold the span of {num_frame_per_block} chunks, got "
