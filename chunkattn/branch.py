@@ -111,15 +111,16 @@ class Branch:
         """What to bring from host memory, and what to give back, so that these can be shown.
 
         Raises:
-            ValueError: a chunk is neither resident nor in host memory.
+            ValueError: a chunk is neither resident nor shown nor in host memory.
         """
-        adapter = self.adapter
+        adapter, most = self.adapter, self.cache.policy.archive_chunks
         away = [c for c in chunks if not any(c in run for run in adapter.resident)]
         for chunk in away:
-            if chunk not in adapter.archive:
+            if chunk not in adapter.archive and chunk not in self.fetched:
+                kept = "" if most is None else f", resident or of the last {most} that left"
                 raise ValueError(
                     f"`chunks` must name committed chunks, from 0 to "
-                    f"{adapter.completed_chunks - 1}, got {chunk}"
+                    f"{adapter.completed_chunks - 1}{kept}, got {chunk}"
                 )
         return [c for c in away if c not in self.fetched], [
             c for c in self.fetched if c not in away

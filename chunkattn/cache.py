@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chunkattn.checks import POOL_DTYPES
+from chunkattn.checks import POOL_DTYPES, check_int
 from chunkattn.config import ARDiffusionKVConfig
 from chunkattn.cross_attention import CrossAttention, CrossAttentionSpec, NamedCrossAttention
 from chunkattn.errors import LifecycleError, PoolExhaustedError
@@ -52,7 +52,8 @@ class ARDiffusionKVCache(Requests):
         block_size: tokens of a block; any relation to ``chunk_size``.
         max_model_len: vLLM's limit for a request, raised when a rollout's storage needs more.
         available_bytes: free memory. The cross-attention pools are deducted, then
-            ``config.gpu_memory_fraction`` of the rest goes to managed blocks.
+            ``config.gpu_memory_fraction`` of the rest goes to managed blocks. Scratch blocks come
+            on top: the fraction must leave room for them, as ``memory_budget_bytes`` does itself.
         cross_attn_length: text tokens of the static cross-attention pool; 0 for none.
         cross_attn_img_length: image tokens of it; 0 for none.
         device: where the pools lie; None keeps the books without tensors.
@@ -69,7 +70,8 @@ class ARDiffusionKVCache(Requests):
             the budget can count it.
         backend: ``"auto"``, ``"torch"``, ``"triton"``, ``"fa3"`` or ``"fa2"``, for the sessions.
         policy: what the branches see and keep, from `chunkattn.policy` or one's own. None is the
-            config's sink and window. ``window_chunks`` bounds a span in either case.
+            config's sink and window. A span is bounded by ``window_chunks`` in either case, and by
+            the policy's ``longest_span``.
         cross_attention: named cross-attention K/V of each session, beside the static pools; room
             for ``session_capacity`` of them is deducted from the memory.
         debug_group: ranks that must plan the same blocks, for debugging: each forward that opens
@@ -77,6 +79,7 @@ class ARDiffusionKVCache(Requests):
             rank and nothing stays allocated. None compares nothing.
 
     Raises:
+        TypeError: a number is no integer, or the policy no `Policy`.
         ValueError: an argument does not fit, or the memory holds fewer blocks than a rollout needs
             to go on for ever: sink, window and span of every local branch, and the null block.
     """
@@ -114,6 +117,7 @@ class ARDiffusionKVCache(Requests):
         window_chunks = checked_window(config, num_frame_per_block)
         if policy is not None:
             check_policy(policy, num_layers, num_frame_per_block)
+        check_int("local_branches", local_branches)
         if local_branches not in (1, 2):
             raise ValueError(f"`local_branches` must be 1 or 2, got {local_branches}")
         for name, number, least in (
@@ -129,8 +133,7 @@ class ARDiffusionKVCache(Requests):
             ("session_capacity", session_capacity, 1),
             ("model_owned_bytes_per_session", model_owned_bytes_per_session, 0),
         ):
-            if number < least:
-                raise ValueError(f"`{name}` must be at least {least}, got {number}")
+            check_int(name, number, least)
         is_fp8 = dtype == torch.float8_e4m3fn
         if dtype not in POOL_DTYPES and not is_fp8:
             raise NotImplementedError(
@@ -226,6 +229,7 @@ class ARDiffusionKVCache(Requests):
                 f"blocks of {block_size}"
             )
         super().__init__(spec, policy, num_layers, self.num_blocks, max_model_len, self.device)
+        self.longest_span = min(window_chunks, self.policy.longest_span)
         self.view_of_layer = [self.policy.view_of(layer) for layer in range(num_layers)]
         # A single session waits for nobody.
         shared = scratch and session_capacity > 1
@@ -407,10 +411,10 @@ class ARDiffusionKVCache(Requests):
         Args:
             session_id: the id of the new session.
             evict_idle: where ``session_capacity`` sessions are open, close the one without an open
-                forward that was used least recently.
+                forward that was used least recently. A refused call closes none.
 
         Raises:
-            LifecycleError: a session of that id is open.
+            LifecycleError: a session of that id is open, or a request has the name of a branch.
             PoolExhaustedError: ``session_capacity`` sessions are open, and none may be evicted.
         """
         return self.admit_session(session_id, evict_idle=evict_idle)
@@ -437,6 +441,7 @@ class ARDiffusionKVCache(Requests):
             self._check_live(adapter)
         if session_id in self._sessions:
             raise LifecycleError(f"`session_id` must be new, got {session_id!r}, which is open")
+        evicted = None
         if len(self._sessions) >= self.session_capacity:
             idle = [session for session in self._sessions.values() if session.is_idle]
             if not (evict_idle and idle):
@@ -445,9 +450,10 @@ class ARDiffusionKVCache(Requests):
                     f"are open: close one before opening {session_id!r}"
                 )
             evicted = min(idle, key=lambda session: session.last_used)
+        session = Session(self, session_id, source, adapters)
+        if evicted is not None:  # not before the new one is there: it may have been refused
             logger.info("session %r makes room for %r", evicted.session_id, session_id)
             evicted.close()
-        session = Session(self, session_id, source, adapters)
         self._sessions[session_id] = session
         return session
 

@@ -15,6 +15,13 @@ def refuse(name: str, must: str, got: object) -> ValueError:
     return ValueError(f"`{name}` must {must}, got {got}")
 
 
+def check_int(name: str, number: Any, least: int | None = None) -> None:
+    if not isinstance(number, (int, numbers.Integral)):
+        raise TypeError(f"`{name}` must be an integer, got {number!r}")
+    if least is not None and number < least:
+        raise refuse(name, f"be at least {least}", number)
+
+
 def check_tensor(
     name: str, tensor: Any, dims: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
 ) -> None:

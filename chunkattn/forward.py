@@ -122,8 +122,15 @@ class ForwardContext:
         self.first_chunk = first = side.next_chunk
         if len(session._branches) > 1:
             session._check_agreement(side, range(first, first + self.num_chunks))
-        side.adapter.stream = session.cache.settling.stream()
-        self._plans = self._plan()
+        session.cache.follow(side.requests())
+        try:
+            self._plans = self._plan()
+        except BaseException:
+            side.plan_key = ()  # the buffers may hold half of another plan
+            if self._borrows:
+                session.cache.release_uncommitted(side.adapter)
+            raise
+        self._written.clear()
         side.open_forward = self
         side.ran = True
         session.last_used = next(session.cache.uses)

@@ -76,7 +76,7 @@ class ARDiffusionRequestAdapter:
         self.archive: dict[int, HostCopy] = {}
         """Chunks that have left, for a policy that may retrieve them."""
         self.stream: torch.cuda.Stream | None = None
-        """Where the request's forwards run; None on a CPU."""
+        """Where the request's blocks were read or written last; None on a CPU."""
         self.table_epoch = 0
         """Counts the changes of the block table that no commit explains."""
         self._chunk_size = chunk_size
@@ -132,6 +132,7 @@ class ARDiffusionRequestAdapter:
         self.last_drop = source.last_drop
         self.retrieved = source.retrieved
         self.archive = dict(source.archive)
+        self.stream = source.stream
 
     def on_rollback(self, num_chunks: int) -> None:
         """Go back to the first ``num_chunks`` chunks."""

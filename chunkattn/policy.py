@@ -4,7 +4,8 @@ A policy knows neither blocks nor tensors; the plan turns what it says into a bl
 kernel changes with it. A new one is a class with `visible`, `kept` and ``capacity_chunks``.
 """
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 
 from chunkattn.window import Runs, common, count, merged, runs, visible_history
 
@@ -19,11 +20,19 @@ class Policy:
         positional: `visible` and `kept` depend on positions alone and not on ``resident``. Others
             cannot be rolled back behind a commit after which a chunk has left.
         retrieved_chunks: the most chunks that `Session.retrieve` may show beside the visible ones.
+        archive_chunks: the most chunks that have left and are kept in host memory to be retrieved;
+            None for all.
+        longest_span: the most chunks of a span: the window that counts it in, if there is one.
+        layers: for each layer of the model its group, an index into `views`; None where all layers
+            see the same.
     """
 
     capacity_chunks: int
     positional: bool = False
     retrieved_chunks: int = 0
+    archive_chunks: int | None = None
+    longest_span: int = sys.maxsize
+    layers: tuple[int, ...] | None = None
 
     def visible(self, resident: Runs, span: range) -> Runs:
         """History that ``span`` sees, the same in its denoise and commit forwards.
@@ -76,6 +85,10 @@ class SlidingWindow(Policy):
     def capacity_chunks(self) -> int:  # type: ignore[override]
         return self.sink_chunks + self.window_chunks
 
+    @property
+    def longest_span(self) -> int:  # type: ignore[override]
+        return self.window_chunks
+
     def most_visible(self, num_chunks: int) -> int:
         return self.capacity_chunks
 
@@ -106,6 +119,10 @@ class HardReset(Policy):
 
     @property
     def capacity_chunks(self) -> int:  # type: ignore[override]
+        return self.window_chunks
+
+    @property
+    def longest_span(self) -> int:  # type: ignore[override]
         return self.window_chunks
 
     def visible(self, resident: Runs, span: range) -> Runs:
@@ -139,6 +156,10 @@ class FloatingSink(Policy):
     def capacity_chunks(self) -> int:  # type: ignore[override]
         return self.sink_chunks + self.window_chunks
 
+    @property
+    def longest_span(self) -> int:  # type: ignore[override]
+        return self.window_chunks
+
     def visible(self, resident: Runs, span: range) -> Runs:
         periods = max(0, span.start - self.sink_chunks) // self.period_chunks
         start = periods * self.period_chunks
@@ -161,6 +182,22 @@ class _Around(Policy):
     @property
     def positional(self) -> bool:  # type: ignore[override]
         return self.inner.positional
+
+    @property
+    def retrieved_chunks(self) -> int:  # type: ignore[override]
+        return self.inner.retrieved_chunks
+
+    @property
+    def archive_chunks(self) -> int | None:  # type: ignore[override]
+        return self.inner.archive_chunks
+
+    @property
+    def longest_span(self) -> int:  # type: ignore[override]
+        return self.inner.longest_span
+
+    @property
+    def layers(self) -> tuple[int, ...] | None:  # type: ignore[override]
+        return self.inner.layers
 
     def visible(self, resident: Runs, span: range) -> Runs:
         return self.inner.visible(resident, span)
@@ -224,10 +261,16 @@ class Retrieval(_Around):
     """``inner``, and up to ``num_chunks`` others that `Session.retrieve` shows beside the window.
 
     Any committed chunk may be named: one that leaves the window is copied to host memory first.
+    With ``archive_chunks`` a branch keeps as many there, and the oldest go: what is shown stays.
     """
 
     inner: Policy
     num_chunks: int
+    archive_chunks: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.archive_chunks is not None and self.archive_chunks < 0:
+            raise ValueError(f"`archive_chunks` must be at least 0, got {self.archive_chunks}")
 
     @property
     def capacity_chunks(self) -> int:  # type: ignore[override]
@@ -235,7 +278,7 @@ class Retrieval(_Around):
 
     @property
     def retrieved_chunks(self) -> int:  # type: ignore[override]
-        return self.num_chunks
+        return self.inner.retrieved_chunks + self.num_chunks
 
 
 @dataclass(frozen=True)
@@ -243,12 +286,22 @@ class PerLayer(Policy):
     """Layers that see different windows of one history, which holds what any of them sees.
 
     Args:
-        windows: the different policies.
+        windows: the different policies. A commit and a retrieval are those of all layers:
+            `PartialCommit` and `Retrieval` go around this one.
         layers: for each layer of the model, the index of its policy in ``windows``.
     """
 
     windows: tuple[Policy, ...]
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] = field()  # without the default that it has elsewhere
+
+    def __post_init__(self) -> None:
+        for window in self.windows:
+            longest = window.longest_span
+            if window.retrieved_chunks or window.committed(longest) < longest:
+                raise ValueError(
+                    "`windows` must neither commit in part nor retrieve, which goes around "
+                    f"PerLayer, got {window}"
+                )
 
     @property
     def capacity_chunks(self) -> int:  # type: ignore[override]
@@ -260,6 +313,10 @@ class PerLayer(Policy):
     @property
     def positional(self) -> bool:  # type: ignore[override]
         return all(window.positional for window in self.windows)
+
+    @property
+    def longest_span(self) -> int:  # type: ignore[override]
+        return min(window.longest_span for window in self.windows)
 
     def visible(self, resident: Runs, span: range) -> Runs:
         return _union(*(window.visible(resident, span) for window in self.windows))

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from chunkattn.checks import POOL_DTYPES, check_tensor
+from chunkattn.checks import POOL_DTYPES, check_int, check_tensor
 
 
 def compute_num_blocks(
@@ -44,11 +44,12 @@ def compute_slot_mapping(
     Raises:
         ValueError: a block size that is not positive, a position outside the table, a negative
             block id, or two positions that share a slot.
+        TypeError: one of them is no integer.
     """
+    check_int("block_size", block_size)
     if block_size <= 0:
         raise ValueError(f"`block_size` must be positive, got {block_size}")
-    table = torch.as_tensor(block_ids, dtype=torch.int64)
-    position = torch.as_tensor(positions, dtype=torch.int64)
+    table, position = _integers("block_ids", block_ids), _integers("positions", positions)
     capacity = table.numel() * block_size
     if position.numel() and not 0 <= int(position.min()) <= int(position.max()) < capacity:
         raise ValueError(
@@ -62,6 +63,13 @@ def compute_slot_mapping(
     if slots.unique().numel() != slots.numel():
         raise ValueError(f"`positions` must map to different slots, got slots {slots.tolist()}")
     return slots
+
+
+def _integers(name: str, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    tensor = torch.as_tensor(values)
+    if tensor.numel() and (tensor.is_floating_point() or tensor.dtype == torch.bool):
+        raise TypeError(f"`{name}` must be integers, got {tensor.dtype}")
+    return tensor.to(torch.int64)
 
 
 def chunk_slot_mapping(

@@ -252,8 +252,11 @@ class Requests:
             removed = window.compact_block_table(adapter.request_id)
         else:
             if self.policy.retrieved_chunks:
+                archive, most = adapter.archive, self.policy.archive_chunks
                 for chunk in {c for run in held for c in run}.difference(*adapter.resident):
-                    adapter.archive[chunk] = self._copy_chunk(adapter, chunk)
+                    archive[chunk] = self._copy_chunk(adapter, chunk)
+                while most is not None and len(archive) > most:
+                    del archive[min(archive)]
             gaps = whole_block_gaps(
                 adapter.resident,
                 adapter.num_prompt_tokens,
@@ -268,6 +271,7 @@ class Requests:
         adapter.allocated_tokens -= removed
 
     def _copy_chunk(self, adapter: ARDiffusionRequestAdapter, chunk: int) -> HostCopy:
+        self.follow([adapter])
         (where,) = self.storage(adapter, (range(chunk, chunk + 1),))
         return HostCopy(self.part_pools, self._parts(adapter, where))
 
@@ -302,6 +306,7 @@ class Requests:
             adapter = self.begin_request(request_id)
             self.allocate_token_slots(adapter, size)
             adapter.on_chunk_committed()
+            self.follow([adapter])
             copy.restore(self.part_pools, self._parts(adapter, range(size)))
             fetched.append(adapter)
         return fetched
@@ -374,11 +379,12 @@ class Requests:
 
     @locked
     def swap_out_requests(self, adapters: Sequence[ARDiffusionRequestAdapter]) -> list[HostCopy]:
-        """Copy the blocks of requests to host memory and free them."""
-        copies = []
+        """Copy the blocks of requests to host memory and free them; all of them or none."""
         for adapter in adapters:
             self.release_uncommitted(adapter)
-            copies.append(HostCopy(self.pools, self.block_table(adapter)))
+        self.follow(adapters)
+        copies = [HostCopy(self.pools, self.block_table(adapter)) for adapter in adapters]
+        for adapter in adapters:
             self._window_manager.truncate(adapter.request_id, 0)
             self.settling.freed(adapter.stream)
             adapter.table_epoch += 1
@@ -396,6 +402,7 @@ class Requests:
         """
         self._check_free(sum(copy.num_blocks for copy in copies), "what was swapped out")
         self.settling.reused()
+        self.follow(adapters)
         for adapter, copy in zip(adapters, copies, strict=True):
             ids = self._window_manager.refill(adapter.request_id, copy.num_blocks)
             copy.restore(self.pools, ids)
@@ -420,9 +427,20 @@ class Requests:
             return
         pairs = self._window_manager.unshare(adapter.request_id, entries)
         self.settling.reused()
+        self.follow([adapter])
         copy_blocks(self.pools, pairs)
-        self.settling.freed(self.settling.stream())
+        self.settling.freed(adapter.stream)
         adapter.table_epoch += 1
+
+    def follow(self, adapters: Sequence[ARDiffusionRequestAdapter]) -> None:
+        """Move requests to this thread's stream, which waits, on the GPU, for the streams that
+        they were on: what comes now reads their blocks, or writes to them.
+        """
+        mine = self.settling.stream()
+        for adapter in adapters:
+            if mine is not None and adapter.stream is not None and adapter.stream != mine:
+                mine.wait_stream(adapter.stream)
+            adapter.stream = mine
 
     def _check_free(self, num_blocks: int, what: str) -> None:
         if num_blocks > self.num_free_blocks:

@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from chunkattn.branch import Branch
+from chunkattn.checks import check_int
 from chunkattn.errors import LifecycleError
 from chunkattn.forward import ForwardContext
 from chunkattn.pool import HostCopy
@@ -108,23 +109,25 @@ class Session:
 
         Args:
             branch: guidance side, from 0 to ``local_branches - 1``.
-            seq_len: tokens of the span, a whole number of chunks up to the window.
+            seq_len: tokens of the span, a whole number of chunks up to the shortest window.
             commit: make the span part of the history on a clean exit; else it is a denoise forward.
             action_len: action and state rows that follow the span's; they are visible, never
                 committed.
 
         Raises:
-            ValueError: an argument does not fit.
+            ValueError, TypeError: an argument does not fit.
             LifecycleError: the session is closed or swapped out.
         """
         cache, chunk_size = self.cache, self.cache.spec.chunk_size
         side = self._branch(branch)
         if self._swapped is not None:
             self._check_open()
-        if seq_len <= 0 or seq_len % chunk_size or seq_len > cache.window_chunks * chunk_size:
+        check_int("seq_len", seq_len)
+        check_int("action_len", action_len)
+        if seq_len <= 0 or seq_len % chunk_size or seq_len > cache.longest_span * chunk_size:
             raise ValueError(
                 f"`seq_len` must be a positive multiple of chunk_size {chunk_size}, at most "
-                f"{cache.window_chunks} chunks, got {seq_len}"
+                f"{cache.longest_span} chunks, got {seq_len}"
             )
         scratch_tokens = cache.scratch_blocks_per_branch * cache.block_size
         if action_len < 0:
@@ -190,6 +193,7 @@ class Session:
 
         Raises:
             LifecycleError: a forward is open, or the session is closed.
+            RuntimeError: host memory has run out; every block stays.
         """
         if self._swapped is None or self._closed:
             self._check_idle("swap_out")
@@ -219,7 +223,8 @@ class Session:
             chunks: committed chunks, at most the policy's ``num_chunks``; empty for none.
 
         Raises:
-            ValueError: too many, or a chunk that a branch which ran has not committed.
+            ValueError: too many, or a chunk that a branch which ran has not committed, or no longer
+                has: see the policy's ``archive_chunks``.
             LifecycleError: a forward is open, or the session is closed or swapped out.
             PoolExhaustedError: too few free blocks. Nothing has changed.
         """
@@ -404,6 +409,7 @@ class Session:
 
     def _branch(self, branch: int) -> Branch:
         self._check_not_closed()
+        check_int("branch", branch)
         if not 0 <= branch < len(self._branches):
             raise ValueError(f"`branch` must be from 0 to {len(self._branches) - 1}, got {branch}")
         return self._branches[branch]

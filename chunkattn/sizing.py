@@ -5,6 +5,7 @@ import os
 from typing import TYPE_CHECKING
 
 from chunkattn.capacity import capacity
+from chunkattn.checks import check_int, refuse
 from chunkattn.config import ARDiffusionKVConfig
 from chunkattn.policy import Policy
 from chunkattn.pool import compute_num_blocks
@@ -121,13 +122,11 @@ def check_policy(policy: Policy, num_layers: int, span_chunks: int) -> None:
     """Refuse a policy whose windows are shorter than the span, or that lacks a layer's window."""
     if not isinstance(policy, Policy):
         raise TypeError(f"`policy` must be a Policy or None, got {type(policy).__name__}")
-    for view in policy.views():
-        window = getattr(view, "window_chunks", span_chunks)
-        if window < span_chunks:
-            raise ValueError(
-                f"`policy` must have windows that hold the span of {span_chunks} chunks, got {view}"
-            )
-    layers = getattr(policy, "layers", (0,) * num_layers)
+    if policy.longest_span < span_chunks:
+        raise ValueError(
+            f"`policy` must have windows that hold the span of {span_chunks} chunks, got {policy}"
+        )
+    layers = (0,) * num_layers if policy.layers is None else policy.layers
     if len(layers) != num_layers or not set(layers) <= set(range(len(policy.views()))):
         raise ValueError(
             f"`policy` must name a window for each of {num_layers} layers, got {policy}"
@@ -148,8 +147,9 @@ def checked_window(config: ARDiffusionKVConfig, num_frame_per_block: int) -> int
         ("sink_chunks", config.sink_chunks, 0),
         ("num_frame_per_block", num_frame_per_block, 1),
     ):
-        if number < least:
-            raise ValueError(f"`{name}` must be at least {least}, got {number}")
+        check_int(name, number, least)
+    if not 0.0 < config.gpu_memory_fraction <= 1.0:
+        raise refuse("gpu_memory_fraction", "be in (0, 1]", config.gpu_memory_fraction)
     if config.window_chunks < num_frame_per_block:
         raise ValueError(
             f"`window_chunks` must hold the span of {num_frame_per_block} chunks, got "

@@ -3,6 +3,7 @@
 import inspect
 import logging
 
+import numpy as np
 import pytest
 import torch
 
@@ -120,6 +121,36 @@ def test_method_arguments(method, arguments):
 def test_constructor_refuses(config, more, message, device):
     with pytest.raises(ValueError, match=message):
         make_cache(config=make_config(**config), device=device, **more)
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "message"),
+    [
+        ({"chunk_size": 4.0}, {}, "`chunk_size` must be an integer, got 4.0"),
+        ({"window_chunks": 3.0}, {}, "`window_chunks` must be an integer, got 3.0"),
+        ({"sink_chunks": "1"}, {}, "`sink_chunks` must be an integer, got '1'"),
+        ({}, {"num_frame_per_block": 1.0}, "`num_frame_per_block` must be an integer, got 1.0"),
+        ({}, {"local_branches": 1.0}, "`local_branches` must be an integer, got 1.0"),
+        ({}, {"num_layers": 1.0}, "`num_layers` must be an integer, got 1.0"),
+        ({}, {"block_size": 4.0}, "`block_size` must be an integer, got 4.0"),
+        ({}, {"available_bytes": 1e6}, "`available_bytes` must be an integer, got 1000000.0"),
+        ({}, {"session_capacity": None}, "`session_capacity` must be an integer, got None"),
+    ],
+)
+def test_constructor_refuses_what_is_no_integer(config, more, message):
+    with pytest.raises(TypeError, match=message):
+        make_cache(config=make_config(**config), **more)
+
+
+def test_constructor_takes_integers_of_numpy():
+    rollout = Rollout(make_cache(local_branches=np.int64(1), block=np.int32(4)).open_session("a"))
+    rollout.forward(commit=True)
+
+
+def test_a_budget_does_not_excuse_a_fraction():
+    config = make_config(gpu_memory_fraction=7.0)
+    with pytest.raises(ValueError, match=r"`gpu_memory_fraction` must be in \(0, 1\], got 7.0"):
+        make_cache(config=config, memory_budget_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.float8_e5m2])

@@ -11,7 +11,7 @@ from chunkattn.capacity import block_size_of, capacity, preset_capacity
 from chunkattn.cli import main
 from chunkattn.cross_attention import CrossAttentionSpec
 from chunkattn.presets import PRESETS, get_preset
-from tests.helpers.rollout import TG, Rollout, make_cache, page_bytes
+from tests.helpers.rollout import TG, Rollout, make_cache, page_bytes, state
 
 PAGE = page_bytes(4)
 PER_BRANCH = 1 + 3 + 1  # sink, window, span
@@ -161,6 +161,25 @@ def test_the_least_recently_used_idle_session_leaves_when_asked():
         with pytest.raises(LifecycleError, match="must be new"):
             cache.open_session("a", evict_idle=True)
     cache.check_integrity()
+
+
+def test_a_refused_session_evicts_nobody():
+    """A low-level request has the name of its branch."""
+    cache = make_cache()
+    a = Rollout(cache.open_session("a"))
+    a.forward(commit=True)
+    name = a.adapter.request_id.replace("a::", "b::")
+    request = cache.begin_request(name)
+    before = state(cache)
+    with pytest.raises(LifecycleError, match=f"`request_id` must be new, got '{name}'"):
+        cache.open_session("b", evict_idle=True)
+    assert state(cache) == before
+    a.forward(commit=True)
+    a.check_blocks()
+    cache.end_request(request)
+    cache.open_session("b", evict_idle=True)
+    assert a.session.is_closed
+    assert sorted(cache._sessions) == ["b"]
 
 
 def test_books_without_tensors_are_sized_alike():

@@ -76,6 +76,26 @@ def test_a_failed_forward_can_be_tried_again(chunk, block):
         assert bad.cache.num_free_blocks == good.cache.num_free_blocks
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_each_try_of_a_forward_writes_its_own_layers(fails):
+    """Else layers of an earlier try, whose blocks are gone, count as written in this one."""
+    rollout = start(2, layers=2)
+    again = rollout.open(commit=True)
+    with contextlib.suppress(KeyError), again:
+        rollout.write(again, 0)
+        if fails:
+            raise KeyError
+        rollout.write(again, 1)
+    rollout.committed = rollout.adapter.completed_chunks
+    assert rollout.committed == (2 if fails else 3)
+    before = rollout.cache.num_free_blocks
+    message = r"a commit must write every layer, got none for layers \[0\]"
+    with pytest.raises(LifecycleError, match=message), again:
+        rollout.write(again, 1)
+    assert rollout.cache.num_free_blocks == before
+    rollout.check_blocks()
+
+
 # -- one forward at a time ----------------------------------------------------------------------
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("second", [False, True])

@@ -208,6 +208,40 @@ def test_retrieval_lives_through_everything_else():
     assert cache.num_free_blocks == 150
 
 
+@pytest.mark.parametrize("around", [False, True])
+def test_the_archive_has_a_bound(around):
+    """The oldest go, but for what is shown; a rollout of days fits into host memory."""
+    policy = Retrieval(SlidingWindow(2), 2, archive_chunks=3)
+    rollout = start(PinnedChunks(policy, ()) if around else policy, session_capacity=2)
+    session = rollout.session
+    for number in range(20):
+        if number == 4:
+            session.retrieve([0, 1])
+        shown = [0, 1] if number >= 4 else []
+        rollout.forward(commit=True, visible=sorted({*shown, max(0, number - 1), number}))
+    assert sorted(rollout.adapter.archive) == [15, 16, 17]
+    session.retrieve([1, 16])  # one is shown still, one is kept
+    rollout.forward(visible=[1, 16, 19, 20])
+    fork = Rollout(session.fork("b"), rollout.policy)
+    fork.committed = 20
+    session.rollback(1)
+    rollout.committed = 19
+    rollout.forward(visible=[1, 16, 18, 19])
+    session.retrieve([])
+    before = state(rollout.cache)
+    message = "committed chunks, from 0 to 18, resident or of the last 3 that left, got 1"
+    with pytest.raises(ValueError, match=message):
+        session.retrieve([1])
+    assert state(rollout.cache) == before
+    fork.forward(visible=[1, 16, 19, 20])
+    rollout.cache.check_integrity()
+
+
+def test_an_archive_is_not_negative():
+    with pytest.raises(ValueError, match="`archive_chunks` must be at least 0, got -1"):
+        Retrieval(SlidingWindow(2), 1, -1)
+
+
 def test_retrieval_refuses():
     rollout = start(Retrieval(SlidingWindow(3, 1), 2), local_branches=2)
     play(rollout.session, range(8), branches=2)
@@ -229,6 +263,52 @@ def test_retrieval_refuses():
     assert state(cache) == before
     with pytest.raises(ValueError, match="`chunks` must name at most 0 chunks"):
         start(None).session.retrieve([0])
+
+
+# -- policies around policies -------------------------------------------------------------------
+RETRIEVAL = Retrieval(SlidingWindow(3), 2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "most", "visible"),
+    [
+        (PinnedChunks(RETRIEVAL, (0,)), 2, [0, 1, 3, 6, 7, 8]),
+        (PartialCommit(RETRIEVAL, 1), 2, [1, 3, 6, 7, 8]),
+        (Retrieval(RETRIEVAL, 1), 3, [1, 3, 6, 7, 8]),
+    ],
+    ids=lambda p: type(p).__name__,
+)
+def test_a_retrieval_inside_another_policy(policy, most, visible):
+    """It retrieves nonetheless."""
+    assert policy.retrieved_chunks == most
+    rollout = start(policy)
+    for number in range(8):
+        recent = {*range(max(0, number - 2), number + 1)}
+        rollout.forward(commit=True, visible=sorted(recent | {*visible} & {0}))
+    rollout.session.retrieve([1, 3])
+    rollout.forward(visible=visible)
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        PartialCommit(SlidingWindow(4), 1),
+        PinnedChunks(PartialCommit(SlidingWindow(4), 3), (7,)),
+        Retrieval(SlidingWindow(4), 2),
+    ],
+    ids=str,
+)
+def test_layers_commit_and_retrieve_alike(window):
+    """Around `PerLayer` it has a meaning, and works; inside it was dropped in silence."""
+    message = "`windows` must neither commit in part nor retrieve.*around PerLayer.*, got"
+    with pytest.raises(ValueError, match=message):
+        PerLayer((SlidingWindow(4), window), (0, 1))
+    PerLayer((PartialCommit(SlidingWindow(4), 4),), (0,))  # commits whatever it takes
+    policy = PartialCommit(Retrieval(PerLayer((SlidingWindow(4), SlidingWindow(3)), (0, 1)), 1), 1)
+    assert policy.committed(3) == policy.retrieved_chunks == 1
+    rollout = start(policy, layers=2, span=3)
+    play(rollout.session, range(9), span=3)
+    assert rollout.adapter.completed_chunks == 3
 
 
 # -- the rest of a session's life under a policy ------------------------------------------------
@@ -319,17 +399,89 @@ def test_a_policy_that_shows_what_has_left_is_refused():
 
 
 @pytest.mark.parametrize(
+    "policy",
+    [
+        SlidingWindow(2),
+        Retrieval(HardReset(2), 1),
+        PerLayer((SlidingWindow(5), FloatingSink(2, 1, 4)), (1,)),
+    ],
+    ids=lambda p: type(p).__name__,
+)
+def test_a_span_is_no_longer_than_the_shortest_window(policy):
+    """Whatever the config's window is, 9 chunks here."""
+    rollout = start(policy)
+    before = state(rollout.cache)
+    message = "`seq_len` must be a positive multiple of chunk_size 4, at most 2 chunks, got 12"
+    with pytest.raises(ValueError, match=message):
+        rollout.open(3, commit=True)
+    assert state(rollout.cache) == before
+    rollout.forward(2, commit=True, visible=[0, 1])
+
+
+def test_a_plan_that_fails_gives_its_blocks_back():
+    """A policy that sees more than it says: the plan has no room. Nor is half of it used again."""
+
+    @dataclass(frozen=True)
+    class Modest(Policy):
+        capacity_chunks: int = 9
+
+        def visible(self, resident, span):
+            return resident if len(span) > 1 else ()
+
+        def kept(self, resident, span):
+            return (range(span.stop),)
+
+        def most_visible(self, num_chunks):
+            return 3
+
+    layers = PerLayer((SlidingWindow(9), Modest()), (0, 1))
+    rollout = start(layers, layers=2, scratch=False)
+    for number in range(3):
+        with rollout.open(commit=True) as fwd:
+            rollout.write(fwd, 0)
+            rollout.write(fwd, 1)
+        rollout.committed = number + 1
+
+    def denoise() -> torch.Tensor:
+        with rollout.open() as fwd:
+            return rollout.write(fwd, 0)
+
+    out = denoise()
+    before = state(rollout.cache)
+    with pytest.raises(ValueError, match="could not broadcast"):
+        rollout.open(2, commit=True).__enter__()
+    assert rollout.session.is_idle
+    assert state(rollout.cache) == before
+    assert torch.equal(denoise(), out)
+
+
+@pytest.mark.parametrize(
     ("policy", "error", "message"),
     [
         ("window", TypeError, "`policy` must be a Policy or None, got str"),
         (SlidingWindow(1, 1), ValueError, "`policy` must have windows that hold the span of 2"),
         (HardReset(1), ValueError, "`policy` must have windows that hold the span of 2"),
         (
+            PinnedChunks(SlidingWindow(1), (7,)),
+            ValueError,
+            "`policy` must have windows that hold the span of 2",
+        ),
+        (
+            Retrieval(PerLayer((SlidingWindow(4), FloatingSink(1, 1, 9)), (0,)), 1),
+            ValueError,
+            "`policy` must have windows that hold the span of 2",
+        ),
+        (
             PerLayer((HardReset(3),), (0, 0)),
             ValueError,
             "`policy` must name a window for each of 1",
         ),
         (PerLayer((HardReset(3),), (1,)), ValueError, "`policy` must name a window for each of 1"),
+        (
+            PinnedChunks(PerLayer((HardReset(3),), (0, 0)), (7,)),
+            ValueError,
+            "`policy` must name a window for each of 1",
+        ),
     ],
 )
 def test_the_cache_refuses_a_policy(policy, error, message):

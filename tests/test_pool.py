@@ -95,6 +95,21 @@ def test_slot_mapping_refuses(table, positions, block_size, message):
         compute_slot_mapping(table, positions, block_size)
 
 
+@pytest.mark.parametrize(
+    ("table", "positions", "block_size", "message"),
+    [
+        ([1.7, 2], [0], 4, "`block_ids` must be integers, got torch.float32"),
+        ([1, 2], [0.5], 4, "`positions` must be integers, got torch.float32"),
+        ([1, 2], torch.tensor([True]), 4, "`positions` must be integers, got torch.bool"),
+        ([1, 2], [0], 4.0, "`block_size` must be an integer, got 4.0"),
+    ],
+)
+def test_slot_mapping_refuses_what_is_no_integer(table, positions, block_size, message):
+    """Block 1.7 was block 1."""
+    with pytest.raises(TypeError, match=message):
+        compute_slot_mapping(table, positions, block_size)
+
+
 def test_chunk_slot_mapping_refuses_an_unallocated_chunk():
     """A9: the table holds less than the chunk."""
     with pytest.raises(ValueError, match="`positions` must be from 0 to 7, .* got 4 to 9"):

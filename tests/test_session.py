@@ -361,6 +361,16 @@ def test_branches_commit_by_themselves():
         rollout.check_blocks()
 
 
+@pytest.mark.parametrize("name", ["branch", "seq_len", "action_len"])
+def test_a_forward_refuses_what_is_no_integer(name):
+    cache = make_cache(local_branches=2)
+    session = cache.open_session("a")
+    before = state(cache)
+    with pytest.raises(TypeError, match=f"`{name}` must be an integer, got 1.0"):
+        session.forward(**({"seq_len": 4} | {name: 1.0}))
+    assert state(cache) == before
+
+
 # -- hosts that begin requests themselves, or cannot use `with` -----------------------------------
 def test_a_session_takes_over_requests():
     cache = make_cache(local_branches=2, session_capacity=2)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from chunkattn import LifecycleError, PoolExhaustedError
+from chunkattn import LifecycleError, PoolExhaustedError, requests
 from chunkattn.pool import HostCopy, copy_blocks
 from tests.helpers.frames import assert_as_fresh, play
 from tests.helpers.rollout import (
@@ -114,6 +114,33 @@ def test_a_fork_and_its_swapped_parent():
     parent.swap_in()
     assert_as_fresh(child, [*range(5), 50], fresh)
     assert_as_fresh(parent, range(5), fresh)
+
+
+def test_no_host_memory_leaves_every_branch_in_its_blocks(monkeypatch):
+    """The copy of the second branch fails: else the first one's table was empty, its bytes lost."""
+    cache = make_cache(local_branches=2)
+    session = cache.open_session("a")
+    play(session, range(3), branches=2)
+    before = state(cache)
+    made: list[int] = []
+
+    class ShortOfMemory(HostCopy):
+        def __init__(self, pools, block_ids):
+            if made:
+                raise RuntimeError("cannot pin host memory")
+            made.append(1)
+            super().__init__(pools, block_ids)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(requests, "HostCopy", ShortOfMemory)
+        with pytest.raises(RuntimeError, match="cannot pin host memory"):
+            session.swap_out()
+    assert state(cache) == before
+    fresh = make_cache(local_branches=2)
+    assert_as_fresh(session, range(3), fresh, branches=2)
+    session.swap_out()
+    session.swap_in()
+    assert cache.num_free_blocks == 40 - 2 * 4
 
 
 def test_an_open_forward_is_in_the_way():

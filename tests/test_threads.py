@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from chunkattn import streams
+from chunkattn import ARDiffusionKVCache, requests, streams
+from chunkattn.policy import Retrieval, SlidingWindow
 from chunkattn.streams import Settling, Turn
+from tests.helpers.frames import play
 from tests.helpers.rollout import (
     Rollout,
     make_cache,
@@ -195,3 +197,127 @@ def test_every_call_that_frees_or_takes_blocks_says_so(monkeypatch):
     assert heard() == ["reused"]
     fork.close()
     assert heard() == ["freed mine"]
+
+
+@pytest.fixture
+def streamed(fake_cuda) -> ARDiffusionKVCache:
+    """A cache on a CPU that believes its work runs on ``fake_cuda["stream"]``."""
+    policy = Retrieval(SlidingWindow(3), 2)
+    cache = make_cache(session_capacity=2, scratch=False, policy_object=policy)
+    cache.settling._on_gpu = True
+    return cache
+
+
+def waited(stream: FakeStream) -> list[str]:
+    """The streams that this one has waited for since it was last asked."""
+    names = [wait[0] for wait in stream.waits if isinstance(wait, tuple)]
+    stream.waits.clear()
+    return names
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, stream: FakeStream) -> list[str]:
+    """What ``stream`` has waited for when bytes are copied to host memory; filled when they are."""
+    names: list[str] = []
+
+    class Watched(requests.HostCopy):
+        def __init__(self, *arguments):
+            names.extend(waited(stream))
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(requests, "HostCopy", Watched)
+    return names
+
+
+def test_a_session_may_change_streams(fake_cuda, streamed):
+    """Else it reads K/V, and rewrites a plan, that the other stream is still at."""
+    one, two = fake_cuda["stream"], FakeStream("two")
+    session = streamed.open_session("a")
+    play(session, range(2))
+    assert waited(one) == []
+    fake_cuda["stream"] = two
+    rollout = Rollout(session)
+    rollout.committed = 2
+    for expected in (["one"], []):
+        with rollout.open():
+            assert waited(two) == expected
+    fake_cuda["stream"] = one
+    play(session, [2])
+    assert waited(one) == ["two"]
+
+
+def test_a_fork_waits_for_its_parent(fake_cuda, streamed):
+    one, two = fake_cuda["stream"], FakeStream("two")
+    parent = streamed.open_session("a")
+    play(parent, range(2))
+    child = parent.fork("b")
+    fake_cuda["stream"] = two
+    play(child, [2])
+    assert waited(two) == ["one"]
+    fake_cuda["stream"] = one
+    play(parent, [2])
+    assert waited(one) == []
+
+
+def test_bytes_leave_behind_their_writer_and_are_read_behind_their_return(
+    fake_cuda, streamed, monkeypatch
+):
+    """Swapped out and in on other streams than the forwards'."""
+    one, two, three = fake_cuda["stream"], FakeStream("two"), FakeStream("three")
+    session = streamed.open_session("a")
+    play(session, range(2))
+    before_the_copy = watch(monkeypatch, two)
+    fake_cuda["stream"] = two
+    session.swap_out()
+    assert before_the_copy == ["one"]
+    fake_cuda["stream"] = three
+    session.swap_in()
+    fake_cuda["stream"] = one
+    waited(one)
+    play(session, [2])
+    assert waited(one) == ["three"]
+
+
+def test_a_chunk_leaves_behind_its_writer(fake_cuda, streamed, monkeypatch):
+    """A commit that ends on another stream copies what leaves to host memory."""
+    two = FakeStream("two")
+    session = streamed.open_session("a")
+    play(session, range(3))
+    rollout = Rollout(session)
+    rollout.committed = 3
+    before_the_copy = watch(monkeypatch, two)
+    with rollout.open(commit=True) as fwd:
+        rollout.write(fwd)
+        fake_cuda["stream"] = two
+    assert before_the_copy == ["one"]
+
+
+def test_a_retrieved_chunk_is_read_behind_its_return_and_freed_by_its_reader(fake_cuda, streamed):
+    one, two = fake_cuda["stream"], FakeStream("two")
+    session = streamed.open_session("a")
+    play(session, range(6))
+    fake_cuda["stream"] = two
+    session.retrieve([0])
+    fake_cuda["stream"] = one
+    waited(one)
+    play(session, [6])
+    assert waited(one) == ["two"]
+    streamed.settling._freed.clear()
+    session.retrieve([])
+    assert list(streamed.settling._freed) == [one]
+
+
+def test_a_shared_block_is_copied_behind_its_writer(fake_cuda, streamed, monkeypatch):
+    """For a replay, which rewrites what a fork still reads."""
+    one, two = fake_cuda["stream"], FakeStream("two")
+    session = streamed.open_session("a")
+    play(session, range(2))
+    session.fork("b")
+    before_the_copy: list[str] = []
+    monkeypatch.setattr(requests, "copy_blocks", lambda *_: before_the_copy.extend(waited(two)))
+    fake_cuda["stream"] = two
+    session.switch_prompt("recache")
+    assert before_the_copy == ["one"]
+    fake_cuda["stream"] = one
+    waited(one)
+    play(session, [0])
+    assert waited(one) == ["two"]
