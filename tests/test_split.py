@@ -90,17 +90,25 @@ def pieces_of_programs(
     import triton
     import triton.language as tl
 
+    from chunkattn.kernels import split
     from chunkattn.kernels.arguments import Batch
-    from chunkattn.kernels.split import SplitSizes, locate_piece, share_of_program
 
     @triton.jit
-    def kernel(out_ptr, count_ptr, batch, num_programs, SIZES: tl.constexpr, MOST: tl.constexpr):
-        num_whole, first_unit, last_unit, first_tile, num_shared = share_of_program(
-            num_programs, batch, SIZES
-        )
-        tl.store(count_ptr + tl.program_id(0), num_whole + num_shared)
-        for piece in tl.range(0, num_whole + num_shared):
-            seq, kv_head, tile, first, last, num_units = locate_piece(
+    def kernel(
+        out_ptr,
+        count_ptr,
+        batch,
+        num_programs,
+        SIZES: tl.constexpr,
+        MOST: tl.constexpr,
+        SHARE: tl.constexpr,
+        LOCATE: tl.constexpr,
+    ):
+        num_whole, first_unit, last_unit, first_tile, num_shared = SHARE(num_programs, batch, SIZES)
+        num_pieces = num_whole + num_shared
+        tl.store(count_ptr + tl.program_id(0), num_pieces)
+        for piece in tl.range(0, num_pieces):
+            seq, kv_head, tile, first, last, num_units = LOCATE(
                 piece, num_whole, first_unit, last_unit, first_tile, num_programs, batch, SIZES
             )
             row_ptr = out_ptr + (tl.program_id(0) * MOST + piece) * 6
@@ -117,7 +125,9 @@ def pieces_of_programs(
     most = num_kv_heads * sum(-(-rows // 16) for rows in query_lens)
     out = torch.zeros(num_programs, most, 6, dtype=torch.int32, device=DEVICE)
     count = torch.zeros(num_programs, dtype=torch.int32, device=DEVICE)
-    kernel[(num_programs,)](out, count, batch, num_programs, SplitSizes(1, 16, 64, 4, 32), most)
+    sizes = split.SplitSizes(1, 16, 64, 4, 32)
+    device_functions = (split.share_of_program, split.locate_piece)
+    kernel[(num_programs,)](out, count, batch, num_programs, sizes, most, *device_functions)
     return [
         [tuple(piece) for piece in pieces[:n]]
         for pieces, n in zip(out.tolist(), count.tolist(), strict=True)
@@ -137,7 +147,7 @@ def test_who_takes_what(num_programs, query_lens, seq_lens):
         for head in range(2)
         for tile in range(-(-rows // 16))
     ]
-    units = [max(1, keys // 64 * 4 + -(-keys % 64 // 32) * 2) for keys in seq_lens]
+    units = [max(1, keys // 64 * 4 + math.ceil(keys % 64 / 32) * 2) for keys in seq_lens]
     programs = pieces_of_programs(num_programs, query_lens, seq_lens, 2)
     taken = [
         (*tile, unit)
