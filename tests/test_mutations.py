@@ -428,7 +428,7 @@ SPLIT_FAULTS = {
         "whole_tile = tl.program_id(0)",
         "whole_tile = 0 * tl.program_id(0)",
     ),
-    "whole tiles left out": ("is_whole = piece < num_whole", "is_whole = piece < 0"),
+    "a share taken for a whole tile": ("piece < num_whole", "piece <= num_whole"),
     "one tile too few": ("last_tile - first_tile + 1, 0", "last_tile - first_tile, 0"),
     "last share short": ("first_unit + share, num_units", "first_unit + share, num_units - 8"),
     "current rows not counted": ("num_rest += tl.cdiv", "num_rest += 0 * tl.cdiv"),
