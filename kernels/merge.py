@@ -1,7 +1,7 @@
 """Finish the tiles of a split launch: combine what several programs saw of one tile.
 
 Program ``p`` of a split launch leaves what it saw of a tile that is not wholly its own in record
-``2 * p`` (its first tile) or ``2 * p + 1`` (its last) of the workspace, float32:
+``2 * p`` (the first of its share) or ``2 * p + 1`` (the last) of the workspace, float32:
 
     acc      [BLOCK_M, BLOCK_D]  sum of p * v, not divided
     row_max  [BLOCK_M]           maximum of the scores, base 2

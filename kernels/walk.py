@@ -10,7 +10,8 @@ tile of query rows (the query heads of one K/V head packed into it) and one K/V 
 Where the blocks are divided into segments, 1 and 2 run for each of them with a query of its own,
 and 3 with the last one. The bounds are read from ``seq_lens`` on the device: a launch does not
 change as the window moves. Where the tiles do not fill the GPU, a fixed number of programs divides
-the keys of all tiles evenly (`split`), and `merge` finishes the tiles that several of them saw.
+the tiles and the keys of the last of them evenly (`split`), and `merge` finishes those that several
+programs saw.
 """
 
 import triton
@@ -359,7 +360,7 @@ def walk(
     Args:
         inputs: taken as checked.
         descriptors: read the pools by tensor descriptors; None: on sm_90 and newer, where they fit.
-        num_programs: how many programs divide the keys among them; 0: one program a tile; None:
+        num_programs: how many programs divide the tiles among them; 0: one program a tile; None:
             what `tuning.split_programs` says.
     """
     if inputs.num_rows == 0:
