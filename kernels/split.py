@@ -1,13 +1,14 @@
 """How the tiles of an attention launch are divided among a fixed number of programs.
 
 A tile (``BLOCK_M`` query rows of a sequence, one K/V head) owns as many units as its sequence has
-keys to read, 16 keys a unit. The tiles stand in one line, sequence by sequence, head by head. Of one
-sequence, program ``p`` of ``P`` first takes the whole tiles ``p``, ``p + P``, ... of as many full
-waves of ``P`` tiles as there are: neighbours then read one head's keys together. The units of all
-other tiles, which of several sequences differ in length and so are all of them, stand in one line
-too; program ``p`` takes the ``p``-th share of ``ceil(units / P)``. So every program reads as many
-keys as any other, whatever the number of tiles. A tile that lies in two or more shares is finished
-by `merge`.
+keys to read, 16 keys a unit. All tiles stand in one line, sequence by sequence, head by head.
+
+With one sequence, program ``p`` of ``P`` first takes tiles ``p``, ``p + P``, ... whole, as many as
+there are full waves of ``P`` tiles: neighbours then read the keys of a head together. The units of
+the tiles that are left, of ragged sequences those of all tiles, stand in one line too, of which
+program ``p`` takes the ``p``-th share of ``ceil(units / P)``. So every program reads as many keys
+as any other, whatever the number of tiles. A tile that lies in two or more shares is finished by
+`merge`.
 
 The number of programs is chosen from shapes, the shares follow from ``seq_lens`` on the device: the
 same call gives the same bits, and a launch does not change as the window moves.

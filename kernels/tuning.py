@@ -111,8 +111,7 @@ def gather_tiles(arch: int, head_size: int, element_size: int, num_rows: int) ->
 
 
 # A launch that keeps this share of the GPU busy is not worth the records and the second launch of a
-# split. From counting, not from a GPU: by docs/gpu_model.md, a sequence of more than one wave and of
-# 7945 keys or more gains 4 to 93 % below (`serial`), and at most 10 % above, or loses 5 %.
+# split. From counting, not from a GPU: docs/gpu_model.md.
 _BUSY_ENOUGH = 0.9
 
 
