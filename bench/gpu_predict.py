@@ -13,7 +13,7 @@ the middle of their times. Unless a kernel is specialised by warp, Triton puts a
 product, softmax and second product one after another: ``serial`` is what to expect of ours.
 
 Programs start one after another, `PROGRAM_SECONDS` each, on the busiest multiprocessor, which has
-``ceil(tiles / multiprocessors)`` of them, or its share of all tiles where the launch is split. No
+``ceil(tiles / multiprocessors)`` of them, or as many as any other where the launch is split. No
 launch is faster than its bytes of HBM. The clock is the one at which the best public matrix product
 of the card would have kept every tensor core busy.
 """
@@ -181,7 +181,7 @@ class Schedule(NamedTuple):
     busiest: float  # of the one that has most
     starts: int  # of programs one after another, or of pieces of a split launch's program
     launch_seconds: float
-    passes: dict[str, float]  # over the K and V of a head, read from HBM; by bound
+    passes: dict[str, int]  # over the K and V of a head, read from HBM; by bound
 
 
 class Prediction(NamedTuple):
@@ -263,18 +263,19 @@ def num_tiles_of(block_m: int, call: Call) -> int:
     return -(-rows // block_m) * call.kv_heads
 
 
-def heads_read(num_tiles: int, num_running: int, kv_heads: int) -> int:
+def heads_read(num_tiles: int, num_running: int, per_head: int) -> int:
     """Passes over a head's K and V: the tiles of one head that run together read them once."""
-    per_head = num_tiles // kv_heads
     return len({(i // num_running, i // per_head) for i in range(num_tiles)})
 
 
 def pieces_of(num_units: int, num_tiles: int, num_programs: int) -> int:
-    """The most tiles, of ``num_units`` each, that one program's share touches (`kernels.split`)."""
-    total = num_units * num_tiles
-    share = -(-total // num_programs)
-    starts = range(0, total, share)
-    return max((min(s + share, total) - 1) // num_units - s // num_units + 1 for s in starts)
+    """The most tiles, of ``num_units`` each, that one program takes part in (`kernels.split`)."""
+    num_whole, num_rest = divmod(num_tiles, num_programs)
+    total = num_units * num_rest
+    share = max(1, -(-total // num_programs))
+    shares = ((s, min(s + share, total) - 1) for s in range(0, total, share))
+    touched = (last // num_units - first // num_units + 1 for first, last in shares)
+    return num_whole + max(touched, default=0)
 
 
 def schedule_of(
@@ -282,11 +283,12 @@ def schedule_of(
 ) -> Schedule:
     """How a launch lies on the card; arguments as `predict`."""
     num_tiles, fit = num_tiles_of(row["block_m"], call), resident_of(card, row)
+    per_head = num_tiles // call.kv_heads
     fits_l2 = call.kv_heads * call.head_bytes <= card.l2_mib << 20
     if not num_split:
         busiest = -(-num_tiles // card.multiprocessors)
         running = card.multiprocessors * fit
-        reads = call.kv_heads if fits_l2 else heads_read(num_tiles, running, call.kv_heads)
+        reads = call.kv_heads if fits_l2 else heads_read(num_tiles, running, per_head)
         return Schedule(
             programs=num_tiles,
             resident=min(fit, busiest),
@@ -300,9 +302,14 @@ def schedule_of(
     whole, rest = divmod(call.kv_rows, call.block_size)
     units = whole * sizes.UNITS_PER_BLOCK + -(-rest // tiles.rest_n) * tiles.rest_n // 16
     even = num_tiles / num_split
-    # Programs at one head start at different keys of it: at best they read together, at worst each
-    # for itself.
-    passes = {"overlapped": max(1.0, even) * call.kv_heads, "serial": float(num_tiles)}
+    # Programs that share the tiles after the last whole wave start at different keys of a head: at
+    # best they read it together, at worst each for itself.
+    num_rest = num_tiles % num_split
+    whole_waves = heads_read(num_tiles - num_rest, num_split, per_head)
+    passes = {
+        "overlapped": heads_read(num_tiles, num_split, per_head),
+        "serial": whole_waves + num_rest,
+    }
     records = 2 * num_split * row["block_m"] * (row["head_size"] + 2) * 4
     return Schedule(
         programs=num_split,

@@ -1,7 +1,7 @@
 """Finish the tiles of a split launch: combine what several programs saw of one tile.
 
 Program ``p`` of a split launch leaves what it saw of a tile that is not wholly its own in record
-``2 * p`` (its first tile) or ``2 * p + 1`` (its last) of the workspace, float32:
+``2 * p`` (the first of its share) or ``2 * p + 1`` (the last) of the workspace, float32:
 
     acc      [BLOCK_M, BLOCK_D]  sum of p * v, not divided
     row_max  [BLOCK_M]           maximum of the scores, base 2
@@ -17,7 +17,7 @@ import triton.language as tl
 from .arguments import AttentionArguments, RowStrides, strides
 from .launch import batch_of
 from .primitives import store_tile, tile_rows, times
-from .split import locate_tile, split_sizes
+from .split import even_shares, locate_tile, split_sizes
 from .tuning import WalkTiles, padded_head_size
 
 
@@ -73,13 +73,13 @@ def _merge_kernel(
     at most two a program of the split launch, and ``out`` written where a tile was split.
     """
     BLOCK_M: tl.constexpr = SIZES.BLOCK_M
-    # How many units there are in all: those before the tile after the last.
-    _, _, _, num_units, _ = locate_tile(2**31 - 1, batch, SIZES)
-    seq, kv_head, tile, first_unit, units = locate_tile(tl.program_id(0), batch, SIZES)
-    share = tl.cdiv(num_units, num_programs)
+    num_whole, base, num_units, share = even_shares(num_programs, batch, SIZES)
+    index = tl.program_id(0) + times(num_whole, num_programs)
+    seq, kv_head, tile, first_unit, units = locate_tile(index, batch, SIZES)
+    first_unit -= base
     first_program = (first_unit // share).to(tl.int32)
     last_program = ((first_unit + units - 1) // share).to(tl.int32)
-    if (first_unit == num_units) | (first_program == last_program):
+    if (first_unit == num_units - base) | (first_program == last_program):
         return
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -1,10 +1,14 @@
 """How the tiles of an attention launch are divided among a fixed number of programs.
 
 A tile (``BLOCK_M`` query rows of a sequence, one K/V head) owns as many units as its sequence has
-keys to read, 16 keys a unit. The units of all tiles stand in one line, sequence by sequence, head
-by head, tile by tile; program ``p`` of ``P`` takes the ``p``-th share of ``ceil(units / P)``. So
-every program reads as many keys as any other, whatever the number of tiles. A tile that lies in two
-or more shares is finished by `merge`.
+keys to read, 16 keys a unit. All tiles stand in one line, sequence by sequence, head by head.
+
+With one sequence, program ``p`` of ``P`` first takes tiles ``p``, ``p + P``, ... whole, as many as
+there are full waves of ``P`` tiles: neighbours then read the keys of a head together. The units of
+the tiles that are left, of ragged sequences those of all tiles, stand in one line too, of which
+program ``p`` takes the ``p``-th share of ``ceil(units / P)``. So every program reads as many keys
+as any other, whatever the number of tiles. A tile that lies in two or more shares is finished by
+`merge`.
 
 The number of programs is chosen from shapes, the shares follow from ``seq_lens`` on the device: the
 same call gives the same bits, and a launch does not change as the window moves.
@@ -105,14 +109,46 @@ def items_between(first_unit, last_unit, base, first_item, last_item, BLOCK_N: t
 
 
 @triton.jit
-def share_of_program(num_programs, batch, SIZES: tl.constexpr):
-    """First unit of this program's share, the one after its last, its first tile, and how many."""
+def even_shares(num_programs, batch, SIZES: tl.constexpr):
+    """Tiles that each program takes whole, the first unit after all of those, the number of all
+    units, and the units of one program's share of the rest.
+    """
+    num_whole = tl.cast(0, tl.int32)
+    base = tl.cast(0, tl.int64)
+    if batch.num_seqs == 1:
+        num_tiles, tile_units = work_of_sequence(0, batch, SIZES)
+        num_whole = times(num_tiles, batch.num_kv_heads) // num_programs
+        base += times(num_whole, num_programs).to(tl.int64) * tile_units
     # The tile after the last starts behind all units.
     _, _, _, num_units, _ = locate_tile(2**31 - 1, batch, SIZES)
-    share = tl.cdiv(num_units, num_programs)
-    first_unit = tl.minimum(tl.program_id(0) * share, num_units)
+    return num_whole, base, num_units, tl.maximum(tl.cdiv(num_units - base, num_programs), 1)
+
+
+@triton.jit
+def share_of_program(num_programs, batch, SIZES: tl.constexpr):
+    """Tiles that this program takes whole; of its share of the rest the first unit, the one after
+    the last, the first tile, and how many tiles it touches.
+    """
+    num_whole, base, num_units, share = even_shares(num_programs, batch, SIZES)
+    first_unit = tl.minimum(base + tl.program_id(0) * share, num_units)
     last_unit = tl.minimum(first_unit + share, num_units)
     first_tile = tile_of_unit(first_unit, batch, SIZES)
     last_tile = tile_of_unit(last_unit - 1, batch, SIZES)
     num_tiles = tl.where(first_unit < last_unit, last_tile - first_tile + 1, 0)
-    return first_unit, last_unit, first_tile, num_tiles
+    return num_whole, first_unit, last_unit, first_tile, num_tiles
+
+
+@triton.jit
+def locate_piece(
+    piece, num_whole, first_unit, last_unit, first_tile, num_programs, batch, SIZES: tl.constexpr
+):
+    """Sequence, K/V head and tile within them of a piece of this program, the tile's first unit
+    that is the program's, the one after the last that is, and the tile's units.
+    """
+    is_whole = piece < num_whole
+    whole_tile = tl.program_id(0) + piece * num_programs
+    index = tl.where(is_whole, whole_tile, first_tile + piece - num_whole)
+    seq, kv_head, tile, tile_unit, num_units = locate_tile(index, batch, SIZES)
+    first = tl.where(is_whole, 0, tl.maximum(first_unit - tile_unit, 0)).to(tl.int32)
+    last = tl.minimum(last_unit - tile_unit, num_units).to(tl.int32)
+    return seq, kv_head, tile, first, last, num_units

@@ -111,15 +111,16 @@ def gather_tiles(arch: int, head_size: int, element_size: int, num_rows: int) ->
 
 
 # A launch that keeps this share of the GPU busy is not worth the records and the second launch of a
-# split: from counting waves, not from a GPU.
+# split. From counting, not from a GPU: docs/gpu_model.md.
 _BUSY_ENOUGH = 0.9
 
 
 def split_programs(num_tiles: int, num_multiprocessors: int) -> int:
-    """How many programs divide the keys of a launch of `walk`; 0: one program takes one tile.
+    """How many programs divide the tiles of a launch of `walk`; 0: one program takes one tile.
 
     A tile of 128 rows fills a multiprocessor, so tiles run in waves of ``num_multiprocessors``.
-    880 rows of 40 heads are 280 tiles, 2.12 waves on 132 multiprocessors: 3 are waited for.
+    880 rows of 40 heads are 280 tiles, 2.12 waves on 132 multiprocessors: 3 are waited for. Split,
+    each program takes 2 whole tiles, and all of them share the keys of the other 16.
 
     Args:
         num_tiles: tiles of query rows, of all K/V heads.

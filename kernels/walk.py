@@ -10,7 +10,8 @@ tile of query rows (the query heads of one K/V head packed into it) and one K/V 
 Where the blocks are divided into segments, 1 and 2 run for each of them with a query of its own,
 and 3 with the last one. The bounds are read from ``seq_lens`` on the device: a launch does not
 change as the window moves. Where the tiles do not fill the GPU, a fixed number of programs divides
-the keys of all tiles evenly (`split`), and `merge` finishes the tiles that several of them saw.
+the tiles and the keys of the last of them evenly (`split`), and `merge` finishes those that several
+programs saw.
 """
 
 import triton
@@ -30,7 +31,7 @@ from .primitives import (
     tile_rows,
     times,
 )
-from .split import UNIT, items_between, locate_tile, share_of_program, split_sizes
+from .split import UNIT, items_between, locate_piece, share_of_program, split_sizes
 from .tuning import split_programs, walk_tiles
 
 
@@ -103,13 +104,15 @@ def _walk_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     num_pieces = 1
     if SPLIT:
-        first_unit, last_unit, first_tile, num_pieces = share_of_program(num_programs, batch, SIZES)
+        num_whole, first_unit, last_unit, first_tile, num_shared = share_of_program(
+            num_programs, batch, SIZES
+        )
+        num_pieces = num_whole + num_shared
     for piece in tl.range(0, num_pieces):
         if SPLIT:
-            index = first_tile + piece
-            seq, kv_head, tile, tile_unit, num_units = locate_tile(index, batch, SIZES)
-            first = tl.maximum(first_unit - tile_unit, 0).to(tl.int32)
-            last = tl.minimum(last_unit - tile_unit, num_units).to(tl.int32)
+            seq, kv_head, tile, first, last, num_units = locate_piece(
+                piece, num_whole, first_unit, last_unit, first_tile, num_programs, batch, SIZES
+            )
         else:
             seq, tile = tile_of_program(batch, QUERIES_PER_KV, BLOCK_M, ONE_SEQ)
             kv_head = tl.program_id(1)
@@ -324,7 +327,7 @@ def _walk_kernel(
         )
         if SPLIT:
             if (first > 0) | (last < num_units):  # other programs see the rest of the keys
-                record = times(tl.program_id(0), 2) + tl.minimum(tl.cast(piece, tl.int32), 1)
+                record = times(tl.program_id(0), 2) + tl.minimum(piece - num_whole, 1)
                 store_record(workspace_ptr, record, acc, row_max, row_sum, BLOCK_M, BLOCK_D)
                 mask_m = mask_m & False
         store_tile(
@@ -358,7 +361,7 @@ def walk(
     Args:
         inputs: taken as checked.
         descriptors: read the pools by tensor descriptors; None: on sm_90 and newer, where they fit.
-        num_programs: how many programs divide the keys among them; 0: one program a tile; None:
+        num_programs: how many programs divide the tiles among them; 0: one program a tile; None:
             what `tuning.split_programs` says.
     """
     if inputs.num_rows == 0:

@@ -4,6 +4,7 @@ import collections
 import heapq
 import itertools
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -66,21 +67,39 @@ def test_tiles_of_a_block_that_ends_in_a_short_tile():
 
 
 @pytest.mark.parametrize("num_programs", [1, 3, 7, 40])
-@pytest.mark.parametrize("num_tiles", [1, 4, 9])
+@pytest.mark.parametrize("num_tiles", [1, 4, 9, 14])
 def test_pieces_of_a_split(num_tiles, num_programs):
-    """Against the owner of every single unit."""
-    num_units = 10
-    owners = [tile for tile in range(num_tiles) for _ in range(num_units)]
-    share = -(-len(owners) // num_programs)
-    most = max(len(set(owners[i : i + share])) for i in range(0, len(owners), share))
+    """Against the takers of every single unit."""
+    num_units, num_whole = 10, num_tiles // num_programs * num_programs
+    tiles_of_program = collections.defaultdict(set)
+    for tile in range(num_whole):
+        tiles_of_program[tile % num_programs].add(tile)
+    owners = [tile for tile in range(num_whole, num_tiles) for _ in range(num_units)]
+    for unit, tile in enumerate(owners):
+        tiles_of_program[unit // math.ceil(len(owners) / num_programs)].add(tile)
+    most = max(map(len, tiles_of_program.values()))
     assert gpu_predict.pieces_of(num_units, num_tiles, num_programs) == most
 
 
 def test_heads_are_read_once_a_wave():
     # 4 heads of 3 tiles, 4 at a time: 0001 1122 2333
-    assert gpu_predict.heads_read(12, 4, 4) == 2 + 2 + 2
-    assert gpu_predict.heads_read(12, 12, 4) == 4
-    assert gpu_predict.heads_read(12, 1, 4) == 12
+    assert gpu_predict.heads_read(12, 4, 3) == 2 + 2 + 2
+    assert gpu_predict.heads_read(12, 12, 3) == 4
+    assert gpu_predict.heads_read(12, 1, 3) == 12
+
+
+@pytest.mark.parametrize("query_rows", [128, 384, 1785])
+def test_heads_read_by_a_split(query_rows):
+    """A program of a whole wave reads with its neighbours; of the rest, each tile is read apart."""
+    call = Call("", query_rows, 7945, 880, 40, 40, 128)
+    row = walk_row(kernel="walk_split")
+    found = gpu_predict.schedule_of(H100, row, tiles_of(H100, call), call, 132)
+    num_tiles = -(-query_rows // 128) * 40
+    heads = [i // (num_tiles // 40) for i in range(num_tiles)]
+    waves = [heads[i : i + 132] for i in range(0, num_tiles, 132)]
+    together = [len(set(wave)) for wave in waves]
+    apart = [n if len(wave) == 132 else len(wave) for n, wave in zip(together, waves, strict=True)]
+    assert found.passes == {"overlapped": sum(together), "serial": sum(apart)}
 
 
 @pytest.mark.parametrize(

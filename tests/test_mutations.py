@@ -207,6 +207,19 @@ def check_small_cases(dtypes: Sequence[torch.dtype], block_size: int) -> None:
 
 
 @functools.cache
+def case_of_waves() -> AttentionCase:
+    """7 tiles of one sequence: one whole for each of 5 programs, and two that they share."""
+    return make_case(
+        seq_lens=[2 * 84 + 5],
+        query_lens=[5],
+        block_size=84,
+        num_heads=7,
+        num_kv_heads=7,
+        device=TRITON_DEVICE,
+    )
+
+
+@functools.cache
 def case_of_everything(block_size: int) -> AttentionCase:
     """Segments, scales and biases of blocks."""
     return make_case(
@@ -237,7 +250,7 @@ def run_check(check: str, monkeypatch: pytest.MonkeyPatch, kernels: ops.Kernels)
     elif check == "split walk":
         launch = functools.partial(kernels.walk.walk, num_programs=5)
         monkeypatch.setattr(kernels.walk, "walk", launch)
-        for case in small_cases(torch.float32, 84)[1:3]:
+        for case in (*small_cases(torch.float32, 84)[1:3], case_of_waves()):
             check_attention(case, "triton")
     else:
         check_small_cases([torch.float32, torch.float16], 12 if check == "gather" else 84)
@@ -408,9 +421,14 @@ SPLIT_FAULTS = {
         "last = 1 + tl.cdiv(tl.maximum(last_unit - base, 0)",
     ),
     "share of the first program for all": (
-        "tl.minimum(tl.program_id(0) * share, num_units)",
-        "tl.minimum(0 * share, num_units)",
+        "base + tl.program_id(0) * share",
+        "base + 0 * share",
     ),
+    "whole tiles of the first program for all": (
+        "whole_tile = tl.program_id(0)",
+        "whole_tile = 0 * tl.program_id(0)",
+    ),
+    "a share taken for a whole tile": ("piece < num_whole", "piece <= num_whole"),
     "one tile too few": ("last_tile - first_tile + 1, 0", "last_tile - first_tile, 0"),
     "last share short": ("first_unit + share, num_units", "first_unit + share, num_units - 8"),
     "current rows not counted": ("num_rest += tl.cdiv", "num_rest += 0 * tl.cdiv"),
@@ -418,8 +436,12 @@ SPLIT_FAULTS = {
 }
 SPLIT_WALK_FAULTS = {
     "records of a program in one place": (
-        "tl.minimum(tl.cast(piece, tl.int32), 1)",
-        "0 * tl.cast(piece, tl.int32)",
+        "tl.minimum(piece - num_whole, 1)",
+        "0 * num_whole",
+    ),
+    "whole tiles counted for records": (
+        "tl.minimum(piece - num_whole, 1)",
+        "tl.minimum(piece + 0 * num_whole, 1)",
     ),
 }
 MERGE_FAULTS = {

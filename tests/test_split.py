@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import math
 
 import pytest
@@ -47,6 +48,12 @@ def ragged(dtype: torch.dtype = torch.float32, **options) -> AttentionCase:
     return make_case(**(shape | {"dtype": dtype, "device": DEVICE} | options))
 
 
+def one_sequence(dtype: torch.dtype = torch.float32) -> AttentionCase:
+    """9 tiles, three of each K/V head: from 9 programs on none of them is taken whole."""
+    shape = {"seq_lens": [80 + 33], "query_lens": [70], "current_lens": [5], "num_heads": 6}
+    return ragged(dtype, **shape, num_kv_heads=3)
+
+
 @pytest.mark.parametrize(
     ("num_programs", "dtype"), list(zip((1, 2, 3, 5, 9, 16), 2 * DTYPES, strict=True))
 )
@@ -62,6 +69,104 @@ def test_any_number_of_programs(split, num_programs, dtype):
         assert (out - whole).abs().max() <= 1e-6
         assert torch.equal(lse == -math.inf, whole_lse == -math.inf)
         assert (lse - whole_lse)[lse != -math.inf].abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "dtype"), list(zip((2, 4, 5, 9, 10), (*DTYPES, *DTYPES[:2]), strict=True))
+)
+def test_whole_tiles_of_one_sequence(split, num_programs, dtype):
+    """Whole tiles before a share of the last ones, of more programs than tiles, and none left."""
+    split(num_programs)
+    check_attention(one_sequence(dtype), "triton")
+
+
+def pieces_of_programs(
+    num_programs: int, query_lens: list[int], seq_lens: list[int], num_kv_heads: int
+) -> list[list[tuple[int, ...]]]:
+    """The (sequence, head, tile, first unit, unit after the last, units) of every program, in turn.
+
+    Tiles of 16 rows, blocks of 64 keys and rests of 32.
+    """
+    import triton
+    import triton.language as tl
+
+    from chunkattn.kernels import split
+    from chunkattn.kernels.arguments import Batch
+
+    @triton.jit
+    def kernel(
+        out_ptr,
+        count_ptr,
+        batch,
+        num_programs,
+        SIZES: tl.constexpr,
+        MOST: tl.constexpr,
+        SHARE: tl.constexpr,
+        LOCATE: tl.constexpr,
+    ):
+        num_whole, first_unit, last_unit, first_tile, num_shared = SHARE(num_programs, batch, SIZES)
+        num_pieces = num_whole + num_shared
+        tl.store(count_ptr + tl.program_id(0), num_pieces)
+        for piece in tl.range(0, num_pieces):
+            seq, kv_head, tile, first, last, num_units = LOCATE(
+                piece, num_whole, first_unit, last_unit, first_tile, num_programs, batch, SIZES
+            )
+            row_ptr = out_ptr + (tl.program_id(0) * MOST + piece) * 6
+            tl.store(row_ptr, seq)
+            tl.store(row_ptr + 1, kv_head)
+            tl.store(row_ptr + 2, tile)
+            tl.store(row_ptr + 3, first)
+            tl.store(row_ptr + 4, last)
+            tl.store(row_ptr + 5, num_units)
+
+    as_int32 = functools.partial(torch.tensor, dtype=torch.int32, device=DEVICE)
+    starts = as_int32([0, *itertools.accumulate(query_lens)])
+    batch = Batch(starts, as_int32(seq_lens), None, len(seq_lens), num_kv_heads, None)
+    most = num_kv_heads * sum(-(-rows // 16) for rows in query_lens)
+    out = torch.zeros(num_programs, most, 6, dtype=torch.int32, device=DEVICE)
+    count = torch.zeros(num_programs, dtype=torch.int32, device=DEVICE)
+    sizes = split.SplitSizes(1, 16, 64, 4, 32)
+    device_functions = (split.share_of_program, split.locate_piece)
+    kernel[(num_programs,)](out, count, batch, num_programs, sizes, most, *device_functions)
+    return [
+        [tuple(piece) for piece in pieces[:n]]
+        for pieces, n in zip(out.tolist(), count.tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("num_programs", (1, 2, 4, 5, 6, 9))
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"),
+    [([40], [3 * 64 + 20]), ([16], [64]), ([3], [0]), ([40, 0, 5], [2 * 64, 64, 7])],
+)
+def test_who_takes_what(num_programs, query_lens, seq_lens):
+    """Every unit once, at most two records a program, and whole tiles first of one sequence."""
+    tiles = [
+        (seq, head, tile)
+        for seq, rows in enumerate(query_lens)
+        for head in range(2)
+        for tile in range(-(-rows // 16))
+    ]
+    units = [max(1, keys // 64 * 4 + math.ceil(keys % 64 / 32) * 2) for keys in seq_lens]
+    programs = pieces_of_programs(num_programs, query_lens, seq_lens, 2)
+    taken = [
+        (*tile, unit)
+        for pieces in programs
+        for *tile, first, last, _ in pieces
+        for unit in range(first, last)
+    ]
+    assert sorted(taken) == [(*tile, unit) for tile in tiles for unit in range(units[tile[0]])]
+
+    waves = len(tiles) // num_programs if len(seq_lens) == 1 else 0
+    rest = sum(units[tile[0]] for tile in tiles[waves * num_programs :])
+    for program, pieces in enumerate(programs):
+        assert all(num_units == units[seq] for seq, *_, num_units in pieces)
+        whole, shared = pieces[:waves], pieces[waves:]
+        mine = tiles[program : waves * num_programs : num_programs]
+        assert whole == [(*tile, 0, units[0], units[0]) for tile in mine]
+        assert sum(last - first for *_, first, last, _ in shared) <= -(-rest // num_programs)
+        partial = [last - first < num_units for *_, first, last, num_units in shared]
+        assert not any(partial[1:-1])
 
 
 @pytest.mark.parametrize("split_at", (1, 2, 3, 4))
@@ -111,9 +216,10 @@ def test_low_scores(split):
     check_attention(ragged(score_shift=-30.0), "triton")
 
 
-def test_same_bits_again_and_at_other_blocks(split):
+@pytest.mark.parametrize("make", (ragged, one_sequence))
+def test_same_bits_again_and_at_other_blocks(split, make):
     split(7)
-    case = ragged(torch.bfloat16)
+    case = make(torch.bfloat16)
     first = run_attention(case, "triton")
     assert all(map(torch.equal, first, run_attention(case, "triton")))
     order = torch.randperm(case.key_pool.shape[0])
