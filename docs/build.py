@@ -25,6 +25,7 @@ GUIDES = (
     "docs/numerics.md",
     "docs/scaling.md",
     "docs/gpu.md",
+    "docs/gpu_model.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "SECURITY.md",

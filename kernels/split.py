@@ -146,7 +146,7 @@ def locate_piece(
     that is the program's, the one after the last that is, and the tile's units.
     """
     is_whole = piece < num_whole
-    whole_tile = tl.program_id(0) + piece * num_programs
+    whole_tile = tl.program_id(0) + times(piece, num_programs)
     index = tl.where(is_whole, whole_tile, first_tile + piece - num_whole)
     seq, kv_head, tile, tile_unit, num_units = locate_tile(index, batch, SIZES)
     first = tl.where(is_whole, 0, tl.maximum(first_unit - tile_unit, 0)).to(tl.int32)
