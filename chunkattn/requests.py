@@ -286,13 +286,17 @@ class Requests:
 
         Args:
             wanted: a request id and the bytes of each chunk.
-            given_back: chunks fetched before, whose blocks may be used for these.
+            given_back: chunks fetched before, whose blocks may be used for these where no fork
+                owns them as well.
 
         Raises:
             PoolExhaustedError: too few free blocks; nothing has changed.
         """
-        size = self.spec.chunk_size
-        back = sum(len(self.block_table(adapter)) for adapter in given_back)
+        size, window = self.spec.chunk_size, self._window_manager
+        back = sum(
+            window.num_blocks(adapter.request_id) - len(window.shared(adapter.request_id))
+            for adapter in given_back
+        )
         needed = len(wanted) * ceil_div(size, self.block_size)
         self._check_free(needed - back, "the chunks to retrieve")
         for adapter in given_back:
@@ -302,6 +306,7 @@ class Requests:
             adapter = self.begin_request(request_id)
             self.allocate_token_slots(adapter, size)
             adapter.on_chunk_committed()
+            adapter.resident = (range(1),)
             copy.restore(self.part_pools, self._parts(adapter, range(size)))
             fetched.append(adapter)
         return fetched
@@ -436,7 +441,8 @@ class Requests:
         """Recount who owns every managed block.
 
         Raises:
-            ChunkAttnError: a block is owned twice, lost, or counted wrongly; the message names it.
+            ChunkAttnError: a block is owned twice, lost, or counted wrongly, or a resident chunk
+                has none; the message names it.
         """
         check_integrity(self)
 

@@ -194,7 +194,7 @@ class Session:
         """
         if self._swapped is None or self._closed:
             self._check_idle("swap_out")
-            self._swapped = self.cache.swap_out_requests(self._requests())
+            self._swapped = self.cache.swap_out_requests(self.requests())
             logger.debug("swap_out: session=%s", self.session_id)
 
     def swap_in(self) -> None:
@@ -206,7 +206,7 @@ class Session:
         """
         self._check_not_closed()
         if self._swapped is not None:
-            self.cache.swap_in_requests(self._requests(), self._swapped)
+            self.cache.swap_in_requests(self.requests(), self._swapped)
             self._swapped = None
             logger.debug("swap_in: session=%s", self.session_id)
 
@@ -361,7 +361,8 @@ class Session:
             branch.adapter.retrieved = wanted[branch]
             branch.adapter.table_epoch += 1
 
-    def _requests(self) -> "list[ARDiffusionRequestAdapter]":
+    def requests(self) -> "list[ARDiffusionRequestAdapter]":
+        """Everything that owns blocks: each branch's request, and those of the chunks fetched."""
         return [request for branch in self._branches for request in branch.requests()]
 
     def _forget_cross_attention(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from chunkattn import LifecycleError, PoolExhaustedError
+from chunkattn import ChunkAttnError, LifecycleError, PoolExhaustedError
 from chunkattn.policy import (
     FloatingSink,
     HardReset,
@@ -229,6 +229,50 @@ def test_retrieval_refuses():
     assert state(cache) == before
     with pytest.raises(ValueError, match="`chunks` must name at most 0 chunks"):
         start(None).session.retrieve([0])
+
+
+def test_a_refused_retrieval_keeps_what_a_fork_shares():
+    """Blocks of a fetched chunk that a fork owns as well are not freed by giving it back: counted
+    in, the refusal came after the chunk had been given up, whose blocks then had other owners.
+    """
+    rollout = start(Retrieval(SlidingWindow(3), 1), session_capacity=2)
+    play(rollout.session, range(8))
+    session, cache = rollout.session, rollout.cache
+    session.retrieve([1])
+    fork = session.fork("b")
+    hold = cache.begin_request("hold")
+    cache.allocate_token_slots(hold, 4 * cache.num_free_blocks)
+    (out,) = forward(session, [8], commit=False)
+    before = state(cache)
+    with pytest.raises(PoolExhaustedError, match="0 free blocks are too few for the 1 of the"):
+        session.retrieve([2])
+    assert state(cache) == before
+    assert torch.equal(forward(session, [8], commit=False)[0], out)
+    cache.check_integrity()
+    fork.close()
+    session.retrieve([2])  # in the blocks of chunk 1, which are its own now
+    cache.check_integrity()
+
+
+def test_books_that_are_wrong_are_noticed():
+    """By the recount, and by a plan before it reads blocks of others."""
+    rollout = start(Retrieval(SlidingWindow(3), 1))
+    play(rollout.session, range(8))
+    session, cache, adapter = rollout.session, rollout.cache, rollout.adapter
+    resident = adapter.resident
+    for wrong in ((range(4, 8),), (range(6, 8),), (range(5, 9),)):
+        adapter.resident = wrong
+        with pytest.raises(ChunkAttnError, match="'a::branch0' .* resident chunks"):
+            cache.check_integrity()
+    adapter.resident = resident
+    session.retrieve([1])
+    cache.check_integrity()
+    cache.end_request(session.requests()[1])
+    with pytest.raises(ChunkAttnError, match="'a::branch0::chunk1' has ended"):
+        cache.check_integrity()
+    with pytest.raises(ChunkAttnError, match="a plan must lie in owned blocks, got"):
+        forward(session, [8])
+    assert session.is_idle
 
 
 # -- policies around policies -------------------------------------------------------------------
