@@ -147,8 +147,12 @@ class ForwardContext:
         cache, adapter = self.session.cache, self._side.adapter
         if self.commit and kind is None and len(self._written) == self._num_layers:
             if self._side.replaying is None:
-                committed = cache.policy.committed(self.num_chunks)
-                cache.commit_chunks(adapter, committed)
+                try:
+                    committed = cache.policy.committed(self.num_chunks)
+                    cache.commit_chunks(adapter, committed)
+                except BaseException:
+                    cache.release_uncommitted(adapter)
+                    raise
                 if committed < self.num_chunks:
                     cache.release_uncommitted(adapter)
             else:

@@ -232,28 +232,32 @@ class Requests:
         """`commit_chunk` for a whole span: all or nothing."""
         self._check_allocated(adapter, num_chunks)
         first = adapter.completed_chunks
-        adapter.on_chunks_committed(num_chunks)
         span = range(first, first + num_chunks)
         held = merged((*adapter.resident, span))
         kept = merged(self.policy.kept(adapter.resident, span))
         if adapter.retrieved:
             kept = runs([*(chunk for run in kept for chunk in run), *adapter.retrieved])
-        adapter.resident = common(kept, held)
-        if adapter.resident != held:
+        resident = common(kept, held)
+        archive = {}
+        if self.policy.retrieved_chunks:
+            left = {chunk for run in held for chunk in run}.difference(*resident)
+            archive = {chunk: self._copy_chunk(adapter, chunk) for chunk in left}
+        # Up to here anything may have failed; from here on nothing does.
+        adapter.on_chunks_committed(num_chunks)
+        adapter.archive |= archive
+        adapter.resident = resident
+        if resident != held:
             adapter.last_drop = adapter.completed_chunks
-        self._evict(adapter, held)
+        self._evict(adapter)
         logger.debug("commit: req=%s chunks=%d", adapter.request_id, adapter.completed_chunks)
 
-    def _evict(self, adapter: ARDiffusionRequestAdapter, held: Runs) -> None:
-        """Free the blocks of what is held and no longer resident, and compact the table."""
+    def _evict(self, adapter: ARDiffusionRequestAdapter) -> None:
+        """Free the blocks of what is no longer resident, and compact the table."""
         window = self._window_manager
         if window.evicts:
             window.remove_skipped_blocks(adapter.request_id, adapter.num_computed_tokens)
             removed = window.compact_block_table(adapter.request_id)
         else:
-            if self.policy.retrieved_chunks:
-                for chunk in {c for run in held for c in run}.difference(*adapter.resident):
-                    adapter.archive[chunk] = self._copy_chunk(adapter, chunk)
             gaps = whole_block_gaps(
                 adapter.resident,
                 adapter.num_prompt_tokens,

@@ -13,6 +13,7 @@ idle again when the forward has ended:
 | written | clean exit, commit | committed | the span is history, what the policy drops is freed |
 | planned | clean exit, commit, a layer missing | aborted | slots given back, `LifecycleError` |
 | planned, written | exception | aborted | slots given back, history untouched |
+| written | clean exit, commit, the policy or a host copy fails | aborted | as an exception |
 | committed, aborted | | idle | after an abort the same forward can be tried again |
 
 | session | event | next | effect |

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import chunkattn.requests
 from chunkattn import ChunkAttnError, LifecycleError, PoolExhaustedError
 from chunkattn.policy import (
     FloatingSink,
@@ -273,6 +274,31 @@ def test_books_that_are_wrong_are_noticed():
     with pytest.raises(ChunkAttnError, match="a plan must lie in owned blocks, got"):
         forward(session, [8])
     assert session.is_idle
+
+
+@pytest.mark.parametrize("fails", ["kept", "committed", "archive"])
+def test_a_commit_that_fails_commits_nothing(fails, monkeypatch):
+    """Code of the policy's author, or host memory that has run out; then the same frame again."""
+
+    def fail(*_):
+        raise MemoryError(fails)
+
+    rollout = start(Retrieval(SlidingWindow(2), 1))
+    for number in range(2):
+        rollout.forward(commit=True, visible=[*range(number + 1)])
+    before = state(rollout.cache)["requests"], rollout.adapter.resident
+    with monkeypatch.context() as patch:
+        if fails == "archive":
+            patch.setattr(chunkattn.requests, "HostCopy", fail)
+        else:
+            patch.setattr(Retrieval, fails, fail)
+        with pytest.raises(MemoryError, match=fails), rollout.open(commit=True) as fwd:
+            rollout.write(fwd)
+    assert (state(rollout.cache)["requests"], rollout.adapter.resident) == before
+    assert rollout.adapter.archive == {}
+    rollout.check_blocks([0, 1])
+    rollout.forward(commit=True, visible=[1, 2])
+    rollout.check_blocks([1, 2])
 
 
 # -- policies around policies -------------------------------------------------------------------
