@@ -81,9 +81,10 @@ class Session:
                 begun = adapters[index] if adapters else None
                 name = f"{session_id}::branch{index}"
                 self._branches.append(Branch(cache, index, name, origin, begun))
-        except LifecycleError:  # a live request of that name: leave none of ours behind
-            for branch in self._branches:
-                branch.end()
+        except BaseException:  # leave no request of ours behind; those taken over are the caller's
+            if not adapters:
+                for branch in self._branches:
+                    branch.end()
             raise
         if source is not None:
             self._cross_attention.share(source._cross_attention)
