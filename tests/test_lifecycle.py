@@ -243,7 +243,7 @@ def test_open_session_refuses_a_live_request_of_its_name():
 @pytest.mark.parametrize("fails_at", [1, 2])
 @pytest.mark.parametrize("how", ["open", "fork", "adopt"])
 def test_a_session_that_cannot_begin_leaves_nothing(how, fails_at, monkeypatch):
-    """Memory runs out at either branch's buffers. Requests that a caller began stay the caller's."""
+    """Memory runs out at either branch's buffers. Requests that a caller began stay his."""
     cache = make_cache(session_capacity=2, local_branches=2)
     source = cache.open_session("source")
     play(source, range(3), branches=2)
