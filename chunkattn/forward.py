@@ -150,13 +150,10 @@ class ForwardContext:
             if self.commit and kind is None and len(self._written) == self._num_layers:
                 if self._side.replaying is None:
                     try:
-                        committed = cache.policy.committed(self.num_chunks)
-                        cache.commit_chunks(adapter, committed)
+                        cache.commit_chunks(adapter, self.num_chunks)
                     except BaseException:
                         cache.release_uncommitted(adapter)
                         raise
-                    if committed < self.num_chunks:
-                        cache.release_uncommitted(adapter)
                 else:
                     self._side.replay_from(self.first_chunk + self.num_chunks)
                 return

@@ -229,11 +229,14 @@ class Requests:
 
     @locked
     def commit_chunks(self, adapter: ARDiffusionRequestAdapter, num_chunks: int) -> None:
-        """`commit_chunk` for a whole span: all or nothing."""
+        """`commit_chunk` for a whole span, or the part of it that the policy commits; the rest is
+        given back. All or nothing.
+        """
         self._check_allocated(adapter, num_chunks)
         first = adapter.completed_chunks
         span = range(first, first + num_chunks)
-        held = merged((*adapter.resident, span))
+        part = span[: self.policy.committed(num_chunks)]
+        held = merged((*adapter.resident, part))
         kept = merged(self.policy.kept(adapter.resident, span))
         if adapter.retrieved:
             kept = runs([*(chunk for run in kept for chunk in run), *adapter.retrieved])
@@ -243,12 +246,14 @@ class Requests:
             left = {chunk for run in held for chunk in run}.difference(*resident)
             archive = {chunk: self._copy_chunk(adapter, chunk) for chunk in left}
         # Up to here anything may have failed; from here on nothing does.
-        adapter.on_chunks_committed(num_chunks)
+        adapter.on_chunks_committed(len(part))
         adapter.archive |= archive
         adapter.resident = resident
         if resident != held:
             adapter.last_drop = adapter.completed_chunks
         self._evict(adapter)
+        if part != span:
+            self.release_uncommitted(adapter)
         logger.debug("commit: req=%s chunks=%d", adapter.request_id, adapter.completed_chunks)
 
     def _evict(self, adapter: ARDiffusionRequestAdapter) -> None:

@@ -112,6 +112,20 @@ def test_partial_commit(chunk, block):
     assert rollout.cache.num_free_blocks <= free + 1
 
 
+def test_a_partial_commit_keeps_what_its_span_saw():
+    """A span of two that no longer fits begins anew: it sees nothing, and its commit keeps nothing,
+    though the one chunk that is committed would have fitted.
+    """
+    rollout = start(PartialCommit(HardReset(3), 1), span=2)
+    resident: list[int] = []
+    for number in range(9):
+        resident = resident if len(resident) + 2 <= 3 else []
+        rollout.forward(2, visible=[*resident, number, number + 1], commit=True)
+        rollout.committed = number + 1
+        resident = [*resident, number]
+        rollout.check_blocks(resident)
+
+
 def test_branches_agree_under_a_partial_commit():
     rollout = start(PartialCommit(SlidingWindow(5, 1), 2), span=3, local_branches=2)
     for frame in range(0, 8, 2):
@@ -529,6 +543,24 @@ def test_the_cache_refuses_a_policy(policy, error, message):
 def test_a_floating_sink_fits_its_window_and_period(sink):
     with pytest.raises(ValueError, match=f"`sink_chunks` must be from 1 to .*, got {sink}"):
         FloatingSink(3, sink, 9)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SlidingWindow(0), "`window_chunks` must be at least 1, got 0"),
+        (lambda: SlidingWindow(3, -1), "`sink_chunks` must be at least 0, got -1"),
+        (lambda: HardReset(0), "`window_chunks` must be at least 1, got 0"),
+        (lambda: PinnedChunks(HardReset(3), (2, -1)), "`pinned` must be at least 0, got -1"),
+        (lambda: PartialCommit(HardReset(3), 0), "`num_chunks` must be at least 1, got 0"),
+        (lambda: PartialCommit(HardReset(3), -1), "`num_chunks` must be at least 1, got -1"),
+        (lambda: Retrieval(HardReset(3), -1), "`num_chunks` must be at least 0, got -1"),
+        (lambda: PerLayer((), ()), r"`windows` must name at least one policy, got \(\)"),
+    ],
+)
+def test_a_policy_refuses_its_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)
