@@ -32,19 +32,10 @@ class Branch:
         self.cache = cache
         self.index = index
         self.request_id = request_id if adapter is None else adapter.request_id
-        if adapter is not None:
-            self.adapter = adapter
-        elif source is None:
-            self.adapter = cache.begin_request(request_id)
-        else:
-            self.adapter = cache.fork_request(source.adapter, request_id)
         self.ran: bool = source is not None and source.ran
         self.replaying: int | None = None
         self.open_forward: ForwardContext | None = None
         self.fetched: dict[int, ARDiffusionRequestAdapter] = {}
-        if source is not None:
-            for chunk, fetched in source.fetched.items():
-                self.fetched[chunk] = cache.fork_request(fetched, self.chunk_id(chunk))
         self.plans: tuple[Plan, ...] = ()
         self.plan_of_layer: list[Plan] = []
         self.plan_key: tuple[object, ...] = ()
@@ -66,6 +57,19 @@ class Branch:
             )
             for view in cache.views
         ]
+        # The request is last: nothing above leaves one behind.
+        if adapter is not None:
+            self.adapter = adapter
+        elif source is None:
+            self.adapter = cache.begin_request(request_id)
+        else:
+            self.adapter = cache.fork_request(source.adapter, request_id)
+            try:
+                for chunk, fetched in source.fetched.items():
+                    self.fetched[chunk] = cache.fork_request(fetched, self.chunk_id(chunk))
+            except BaseException:
+                self.end()
+                raise
 
     @property
     def next_chunk(self) -> int:

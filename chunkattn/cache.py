@@ -457,6 +457,19 @@ class ARDiffusionKVCache(Requests):
         self._sessions[session_id] = session
         return session
 
+    @locked
+    def check_integrity(self) -> None:
+        """Recount who owns every managed block.
+
+        Raises:
+            ChunkAttnError: a block is owned twice, lost, or counted wrongly, a resident chunk has
+                none, or a request of a session has ended; the message names it.
+        """
+        super().check_integrity()
+        for session in self._sessions.values():
+            for request in session.requests():
+                self._check_live(request)
+
     def forget_session(self, session_id: str) -> None:
         """Called by `Session.close`."""
         self._sessions.pop(session_id, None)

@@ -1,5 +1,6 @@
 """Settings of the K/V window."""
 
+import re
 from dataclasses import dataclass
 
 
@@ -38,8 +39,9 @@ SUPPORTED_VLLM = ((0, 28), (0, 33))
 def untested_vllm(version: str) -> str:
     """What to say of a vLLM that is not one of those; empty of one that is."""
     first, last = SUPPORTED_VLLM
-    minor = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    return "" if first <= minor <= last else f"tested are {supported_vllm()}"
+    found = re.match(r"(\d+)\.(\d+)", version)  # a checkout may say "dev"
+    tested = found is not None and first <= tuple(map(int, found.groups())) <= last
+    return "" if tested else f"tested are {supported_vllm()}"
 
 
 def supported_vllm() -> str:

@@ -113,27 +113,28 @@ class ForwardContext:
             PoolExhaustedError: too few free blocks; nothing was allocated.
         """
         session, side = self.session, self._side
-        session._check_open()
-        if side.open_forward is not None:
-            raise LifecycleError(
-                f"branch {self.branch} of session {session.session_id!r} must have no open "
-                "forward, got a second"
-            )
-        self.first_chunk = first = side.next_chunk
-        if len(session._branches) > 1:
-            session._check_agreement(side, range(first, first + self.num_chunks))
-        session.cache.follow(side.requests())
-        try:
-            self._plans = self._plan()
-        except BaseException:
-            side.plan_key = ()  # the buffers may hold half of another plan
-            if self._borrows:
-                session.cache.release_uncommitted(side.adapter)
-            raise
-        self._written.clear()
-        side.open_forward = self
-        side.ran = True
-        session.last_used = next(session.cache.uses)
+        with session.cache.lock:  # nobody evicts the session as idle while it plans
+            session._check_open()
+            if side.open_forward is not None:
+                raise LifecycleError(
+                    f"branch {self.branch} of session {session.session_id!r} must have no open "
+                    "forward, got a second"
+                )
+            self.first_chunk = first = side.next_chunk
+            if len(session._branches) > 1:
+                session._check_agreement(side, range(first, first + self.num_chunks))
+            session.cache.follow(side.requests())
+            try:
+                self._plans = self._plan()
+            except BaseException:
+                side.plan_key = ()  # the buffers may hold half of another plan
+                if self._borrows:
+                    session.cache.release_uncommitted(side.adapter)
+                raise
+            self._written.clear()
+            side.open_forward = self
+            side.ran = True
+            session.last_used = next(session.cache.uses)
 
     def __exit__(
         self,
@@ -141,21 +142,23 @@ class ForwardContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._side.open_forward is not self:
-            return  # reset or close has taken the branch back
-        self._side.open_forward = None
-        cache, adapter = self.session.cache, self._side.adapter
-        if self.commit and kind is None and len(self._written) == self._num_layers:
-            if self._side.replaying is None:
-                committed = cache.policy.committed(self.num_chunks)
-                cache.commit_chunks(adapter, committed)
-                if committed < self.num_chunks:
-                    cache.release_uncommitted(adapter)
-            else:
-                self._side.replay_from(self.first_chunk + self.num_chunks)
-            return
-        if self._borrows:
-            cache.release_uncommitted(adapter)
+        with self.session.cache.lock:  # nor before it has committed
+            if self._side.open_forward is not self:
+                return  # reset or close has taken the branch back
+            self._side.open_forward = None
+            cache, adapter = self.session.cache, self._side.adapter
+            if self.commit and kind is None and len(self._written) == self._num_layers:
+                if self._side.replaying is None:
+                    try:
+                        cache.commit_chunks(adapter, self.num_chunks)
+                    except BaseException:
+                        cache.release_uncommitted(adapter)
+                        raise
+                else:
+                    self._side.replay_from(self.first_chunk + self.num_chunks)
+                return
+            if self._borrows:
+                cache.release_uncommitted(adapter)
         if self.commit and kind is None:
             missing = self.missing_layers
             raise LifecycleError(f"a commit must write every layer, got none for layers {missing}")

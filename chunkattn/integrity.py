@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING
 
 from chunkattn.errors import ChunkAttnError
 from chunkattn.pool import resident_block_ids
-from chunkattn.window import ceil_div
+from chunkattn.window import ceil_div, count, whole_block_gaps
 
 if TYPE_CHECKING:
+    from chunkattn.manager import ARDiffusionRequestAdapter
     from chunkattn.requests import Requests
 
 
@@ -43,4 +44,30 @@ def check_integrity(requests: "Requests") -> None:
         raise ChunkAttnError(
             f"{len(owners)} owned + {requests.num_free_blocks} free + the null block are not the "
             f"pool's {len(blocks)} blocks"
+        )
+    for adapter in requests._adapters.values():
+        _check_resident(requests, adapter)
+
+
+def _check_resident(requests: "Requests", adapter: "ARDiffusionRequestAdapter") -> None:
+    """The resident chunks have blocks, and what has left has none."""
+    request_id, window = adapter.request_id, requests._window_manager
+    owned = window.num_blocks(request_id) * requests.block_size
+    stored = requests.storage(adapter, adapter.resident)
+    if owned and stored and stored[-1].stop > owned:  # what was swapped out owns nothing
+        raise ChunkAttnError(
+            f"request {request_id!r} has blocks for {owned} tokens, which end before its resident "
+            f"chunks {adapter.resident}"
+        )
+    gaps = whole_block_gaps(
+        adapter.resident,
+        adapter.num_prompt_tokens,
+        adapter.absolute_num_computed_tokens,
+        chunk_size=requests.spec.chunk_size,
+        block_size=requests.block_size,
+    )
+    if not window.evicts and count(gaps) != window.compacted_tokens(request_id):
+        raise ChunkAttnError(
+            f"request {request_id!r} must own the blocks of its resident chunks {adapter.resident} "
+            f"and no others, and has let go of {window.compacted_tokens(request_id)} tokens"
         )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from chunkattn.errors import ChunkAttnError
 from chunkattn.window import ceil_div
 
 _ALIGN = 4  # int32 elements of 16 bytes, so that each part starts as aligned as an allocation
@@ -28,7 +29,16 @@ class Extent(NamedTuple):
         return self.table[self.start // self.block_size : stop]
 
     def entries(self, part: int) -> list[int]:
-        """These positions as parts of ``part`` tokens, numbered through the pool."""
+        """These positions as parts of ``part`` tokens, numbered through the pool.
+
+        Raises:
+            ChunkAttnError: the table ends before them: the books are wrong, see `check_integrity`.
+        """
+        if self.stop > len(self.table) * self.block_size:
+            raise ChunkAttnError(
+                f"a plan must lie in owned blocks, got positions {self.start} to {self.stop - 1} "
+                f"of a table of {len(self.table)} blocks of {self.block_size}"
+            )
         if part == self.block_size:
             return self.blocks()
         table, size = self.table, self.block_size

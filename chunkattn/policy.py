@@ -48,7 +48,8 @@ class Policy:
 
         Args:
             resident: committed chunks that were there before.
-            span: the chunks just committed.
+            span: the chunks of the forward that has ended, whose first ``committed(len(span))`` are
+                history now. It does not matter what is said of the others.
         """
         raise NotImplementedError
 
@@ -80,6 +81,10 @@ class SlidingWindow(Policy):
     sink_chunks: int = 0
     reset_at_boundary: bool = False
     positional = True
+
+    def __post_init__(self) -> None:
+        _check_least(1, window_chunks=self.window_chunks)
+        _check_least(0, sink_chunks=self.sink_chunks)
 
     @property
     def capacity_chunks(self) -> int:  # type: ignore[override]
@@ -116,6 +121,9 @@ class HardReset(Policy):
     """DreamZero's: history grows to ``window_chunks``; the span that no longer fits begins anew."""
 
     window_chunks: int
+
+    def __post_init__(self) -> None:
+        _check_least(1, window_chunks=self.window_chunks)
 
     @property
     def capacity_chunks(self) -> int:  # type: ignore[override]
@@ -222,6 +230,9 @@ class PinnedChunks(_Around):
     inner: Policy
     pinned: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        _check_least(0, pinned=min(self.pinned, default=0))
+
     @property
     def capacity_chunks(self) -> int:  # type: ignore[override]
         return self.inner.capacity_chunks + len(set(self.pinned))
@@ -246,11 +257,18 @@ class PinnedChunks(_Around):
 class PartialCommit(_Around):
     """``inner``, but only the first ``num_chunks`` of a span become history.
 
-    A planner predicts a long span and executes its beginning.
+    A planner predicts a long span and executes its beginning. What the span sees goes by its whole
+    length; what stays is what ``inner`` keeps of that, and of the part that is committed.
     """
 
     inner: Policy
     num_chunks: int
+
+    def __post_init__(self) -> None:
+        _check_least(1, num_chunks=self.num_chunks)
+
+    def kept(self, resident: Runs, span: range) -> Runs:
+        return self.inner.kept(self.inner.visible(resident, span), span[: self.num_chunks])
 
     def committed(self, num_chunks: int) -> int:
         return min(num_chunks, self.num_chunks)
@@ -269,8 +287,9 @@ class Retrieval(_Around):
     archive_chunks: int | None = None
 
     def __post_init__(self) -> None:
-        if self.archive_chunks is not None and self.archive_chunks < 0:
-            raise ValueError(f"`archive_chunks` must be at least 0, got {self.archive_chunks}")
+        _check_least(0, num_chunks=self.num_chunks)
+        if self.archive_chunks is not None:
+            _check_least(0, archive_chunks=self.archive_chunks)
 
     @property
     def capacity_chunks(self) -> int:  # type: ignore[override]
@@ -295,6 +314,8 @@ class PerLayer(Policy):
     layers: tuple[int, ...] = field()  # without the default that it has elsewhere
 
     def __post_init__(self) -> None:
+        if not self.windows:
+            raise ValueError(f"`windows` must name at least one policy, got {self.windows}")
         for window in self.windows:
             longest = window.longest_span
             if window.retrieved_chunks or window.committed(longest) < longest:
@@ -333,3 +354,9 @@ class PerLayer(Policy):
 
 def _union(*many: Runs) -> Runs:
     return runs(chunk for some in many for run in some for chunk in run)
+
+
+def _check_least(least: int, **numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < least:
+            raise ValueError(f"`{name}` must be at least {least}, got {number}")

@@ -229,34 +229,43 @@ class Requests:
 
     @locked
     def commit_chunks(self, adapter: ARDiffusionRequestAdapter, num_chunks: int) -> None:
-        """`commit_chunk` for a whole span: all or nothing."""
+        """`commit_chunk` for a whole span, or the part of it that the policy commits; the rest is
+        given back. All or nothing.
+        """
         self._check_allocated(adapter, num_chunks)
         first = adapter.completed_chunks
-        adapter.on_chunks_committed(num_chunks)
         span = range(first, first + num_chunks)
-        held = merged((*adapter.resident, span))
+        part = span[: self.policy.committed(num_chunks)]
+        held = merged((*adapter.resident, part))
         kept = merged(self.policy.kept(adapter.resident, span))
         if adapter.retrieved:
             kept = runs([*(chunk for run in kept for chunk in run), *adapter.retrieved])
-        adapter.resident = common(kept, held)
-        if adapter.resident != held:
+        resident = common(kept, held)
+        archive = {}
+        if self.policy.retrieved_chunks:
+            left = {chunk for run in held for chunk in run}.difference(*resident)
+            archive = {chunk: self._copy_chunk(adapter, chunk) for chunk in left}
+        # Up to here anything may have failed; from here on nothing does.
+        adapter.on_chunks_committed(len(part))
+        adapter.archive |= archive
+        most = self.policy.archive_chunks
+        while most is not None and len(adapter.archive) > most:
+            del adapter.archive[min(adapter.archive)]
+        adapter.resident = resident
+        if resident != held:
             adapter.last_drop = adapter.completed_chunks
-        self._evict(adapter, held)
+        self._evict(adapter)
+        if part != span:
+            self.release_uncommitted(adapter)
         logger.debug("commit: req=%s chunks=%d", adapter.request_id, adapter.completed_chunks)
 
-    def _evict(self, adapter: ARDiffusionRequestAdapter, held: Runs) -> None:
-        """Free the blocks of what is held and no longer resident, and compact the table."""
+    def _evict(self, adapter: ARDiffusionRequestAdapter) -> None:
+        """Free the blocks of what is no longer resident, and compact the table."""
         window = self._window_manager
         if window.evicts:
             window.remove_skipped_blocks(adapter.request_id, adapter.num_computed_tokens)
             removed = window.compact_block_table(adapter.request_id)
         else:
-            if self.policy.retrieved_chunks:
-                archive, most = adapter.archive, self.policy.archive_chunks
-                for chunk in {c for run in held for c in run}.difference(*adapter.resident):
-                    archive[chunk] = self._copy_chunk(adapter, chunk)
-                while most is not None and len(archive) > most:
-                    del archive[min(archive)]
             gaps = whole_block_gaps(
                 adapter.resident,
                 adapter.num_prompt_tokens,
@@ -290,13 +299,17 @@ class Requests:
 
         Args:
             wanted: a request id and the bytes of each chunk.
-            given_back: chunks fetched before, whose blocks may be used for these.
+            given_back: chunks fetched before, whose blocks may be used for these where no fork
+                owns them as well.
 
         Raises:
             PoolExhaustedError: too few free blocks; nothing has changed.
         """
-        size = self.spec.chunk_size
-        back = sum(len(self.block_table(adapter)) for adapter in given_back)
+        size, window = self.spec.chunk_size, self._window_manager
+        back = sum(
+            window.num_blocks(adapter.request_id) - len(window.shared(adapter.request_id))
+            for adapter in given_back
+        )
         needed = len(wanted) * ceil_div(size, self.block_size)
         self._check_free(needed - back, "the chunks to retrieve")
         for adapter in given_back:
@@ -306,6 +319,7 @@ class Requests:
             adapter = self.begin_request(request_id)
             self.allocate_token_slots(adapter, size)
             adapter.on_chunk_committed()
+            adapter.resident = (range(1),)
             self.follow([adapter])
             copy.restore(self.part_pools, self._parts(adapter, range(size)))
             fetched.append(adapter)
@@ -454,7 +468,8 @@ class Requests:
         """Recount who owns every managed block.
 
         Raises:
-            ChunkAttnError: a block is owned twice, lost, or counted wrongly; the message names it.
+            ChunkAttnError: a block is owned twice, lost, or counted wrongly, or a resident chunk
+                has none; the message names it.
         """
         check_integrity(self)
 

@@ -13,6 +13,7 @@ idle again when the forward has ended:
 | written | clean exit, commit | committed | the span is history, what the policy drops is freed |
 | planned | clean exit, commit, a layer missing | aborted | slots given back, `LifecycleError` |
 | planned, written | exception | aborted | slots given back, history untouched |
+| written | clean exit, commit, the policy or a host copy fails | aborted | as an exception |
 | committed, aborted | | idle | after an abort the same forward can be tried again |
 
 | session | event | next | effect |
@@ -81,9 +82,10 @@ class Session:
                 begun = adapters[index] if adapters else None
                 name = f"{session_id}::branch{index}"
                 self._branches.append(Branch(cache, index, name, origin, begun))
-        except LifecycleError:  # a live request of that name: leave none of ours behind
-            for branch in self._branches:
-                branch.end()
+        except BaseException:  # leave no request of ours behind; those taken over are the caller's
+            if not adapters:
+                for branch in self._branches:
+                    branch.end()
             raise
         if source is not None:
             self._cross_attention.share(source._cross_attention)
@@ -197,7 +199,7 @@ class Session:
         """
         if self._swapped is None or self._closed:
             self._check_idle("swap_out")
-            self._swapped = self.cache.swap_out_requests(self._requests())
+            self._swapped = self.cache.swap_out_requests(self.requests())
             logger.debug("swap_out: session=%s", self.session_id)
 
     def swap_in(self) -> None:
@@ -209,7 +211,7 @@ class Session:
         """
         self._check_not_closed()
         if self._swapped is not None:
-            self.cache.swap_in_requests(self._requests(), self._swapped)
+            self.cache.swap_in_requests(self.requests(), self._swapped)
             self._swapped = None
             logger.debug("swap_in: session=%s", self.session_id)
 
@@ -365,7 +367,8 @@ class Session:
             branch.adapter.retrieved = wanted[branch]
             branch.adapter.table_epoch += 1
 
-    def _requests(self) -> "list[ARDiffusionRequestAdapter]":
+    def requests(self) -> "list[ARDiffusionRequestAdapter]":
+        """Everything that owns blocks: each branch's request, and those of the chunks fetched."""
         return [request for branch in self._branches for request in branch.requests()]
 
     def _forget_cross_attention(self) -> None:

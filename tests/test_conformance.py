@@ -147,7 +147,7 @@ def test_the_manager_is_built_for_one_group():
     assert managed._null_block is manager.block_pool.null_block
 
 
-@pytest.mark.parametrize("version", ("0.27.1", "0.34.0rc1", "1.0.0"))
+@pytest.mark.parametrize("version", ("0.27.1", "0.34.0rc1", "1.0.0", "dev"))
 def test_an_unsupported_vllm_gives_one_line(caplog, version):
     """J2: said at the import, and by ``make test-vllm`` before it installs anything."""
     with caplog.at_level(logging.WARNING):

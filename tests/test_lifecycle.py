@@ -6,12 +6,15 @@ import weakref
 import pytest
 import torch
 
+import chunkattn.branch
 from chunkattn import (
     ChunkAttnError,
     LifecycleError,
     PoolExhaustedError,
     StaleContextError,
 )
+from chunkattn.policy import Retrieval, SlidingWindow
+from tests.helpers.frames import forward, play
 from tests.helpers.rollout import (
     RELATIONS,
     TG,
@@ -235,6 +238,52 @@ def test_open_session_refuses_a_live_request_of_its_name():
     with pytest.raises(LifecycleError, match="`request_id` must be new"):
         cache.open_session("a")
     assert state(cache) == before
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+@pytest.mark.parametrize("how", ["open", "fork", "adopt"])
+def test_a_session_that_cannot_begin_leaves_nothing(how, fails_at, monkeypatch):
+    """Memory runs out at either branch's buffers. Requests that a caller began stay his."""
+    cache = make_cache(session_capacity=2, local_branches=2)
+    source = cache.open_session("source")
+    play(source, range(3), branches=2)
+    begun = [cache.begin_request(f"host{i}") for i in range(2)] if how == "adopt" else []
+    begin = {
+        "open": lambda: cache.open_session("a"),
+        "fork": lambda: source.fork("a"),
+        "adopt": lambda: cache.admit_session("a", adapters=begun),
+    }[how]
+    buffers, calls = chunkattn.branch.PlanBuffers, []
+
+    def fail(**arguments):
+        calls.append(arguments)
+        if len(calls) == fails_at:
+            raise torch.OutOfMemoryError("no memory")
+        return buffers(**arguments)
+
+    before = state(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(chunkattn.branch, "PlanBuffers", fail)
+        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+            begin()
+    assert state(cache) == before
+    cache.check_integrity()
+    forward(begin(), [3] if how == "fork" else [0])
+    cache.check_integrity()
+
+
+def test_a_fork_that_cannot_share_a_fetched_chunk_leaves_nothing():
+    """A low-level request holds the name of that chunk's; the fork's own request is ended."""
+    cache = make_cache(session_capacity=2, policy_object=Retrieval(SlidingWindow(3), 1))
+    session = cache.open_session("a")
+    play(session, range(6))
+    session.retrieve([1])
+    cache.begin_request(session.requests()[1].request_id.replace("a::", "b::"))
+    before = state(cache)
+    with pytest.raises(LifecycleError, match="`request_id` must be new, got 'b::branch0::chunk1'"):
+        session.fork("b")
+    assert state(cache) == before
+    cache.check_integrity()
 
 
 def test_capacity():

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from chunkattn import LifecycleError, PoolExhaustedError
+import chunkattn.requests
+from chunkattn import ChunkAttnError, LifecycleError, PoolExhaustedError
 from chunkattn.policy import (
     FloatingSink,
     HardReset,
@@ -109,6 +110,20 @@ def test_partial_commit(chunk, block):
         rollout.check_blocks(window.resident(number + 1))
         assert rollout.adapter.completed_chunks == number + 1
     assert rollout.cache.num_free_blocks <= free + 1
+
+
+def test_a_partial_commit_keeps_what_its_span_saw():
+    """A span of two that no longer fits begins anew: it sees nothing, and its commit keeps nothing,
+    though the one chunk that is committed would have fitted.
+    """
+    rollout = start(PartialCommit(HardReset(3), 1), span=2)
+    resident: list[int] = []
+    for number in range(9):
+        resident = resident if len(resident) + 2 <= 3 else []
+        rollout.forward(2, visible=[*resident, number, number + 1], commit=True)
+        rollout.committed = number + 1
+        resident = [*resident, number]
+        rollout.check_blocks(resident)
 
 
 def test_branches_agree_under_a_partial_commit():
@@ -263,6 +278,75 @@ def test_retrieval_refuses():
     assert state(cache) == before
     with pytest.raises(ValueError, match="`chunks` must name at most 0 chunks"):
         start(None).session.retrieve([0])
+
+
+def test_a_refused_retrieval_keeps_what_a_fork_shares():
+    """Blocks of a fetched chunk that a fork owns as well are not freed by giving it back: counted
+    in, the refusal came after the chunk had been given up, whose blocks then had other owners.
+    """
+    rollout = start(Retrieval(SlidingWindow(3), 1), session_capacity=2)
+    play(rollout.session, range(8))
+    session, cache = rollout.session, rollout.cache
+    session.retrieve([1])
+    fork = session.fork("b")
+    hold = cache.begin_request("hold")
+    cache.allocate_token_slots(hold, 4 * cache.num_free_blocks)
+    (out,) = forward(session, [8], commit=False)
+    before = state(cache)
+    with pytest.raises(PoolExhaustedError, match="0 free blocks are too few for the 1 of the"):
+        session.retrieve([2])
+    assert state(cache) == before
+    assert torch.equal(forward(session, [8], commit=False)[0], out)
+    cache.check_integrity()
+    fork.close()
+    session.retrieve([2])  # in the blocks of chunk 1, which are its own now
+    cache.check_integrity()
+
+
+def test_books_that_are_wrong_are_noticed():
+    """By the recount, and by a plan before it reads blocks of others."""
+    rollout = start(Retrieval(SlidingWindow(3), 1))
+    play(rollout.session, range(8))
+    session, cache, adapter = rollout.session, rollout.cache, rollout.adapter
+    resident = adapter.resident
+    for wrong in ((range(4, 8),), (range(6, 8),), (range(5, 9),)):
+        adapter.resident = wrong
+        with pytest.raises(ChunkAttnError, match="'a::branch0' .* resident chunks"):
+            cache.check_integrity()
+    adapter.resident = resident
+    session.retrieve([1])
+    cache.check_integrity()
+    cache.end_request(session.requests()[1])
+    with pytest.raises(ChunkAttnError, match="'a::branch0::chunk1' has ended"):
+        cache.check_integrity()
+    with pytest.raises(ChunkAttnError, match="a plan must lie in owned blocks, got"):
+        forward(session, [8])
+    assert session.is_idle
+
+
+@pytest.mark.parametrize("fails", ["kept", "committed", "archive"])
+def test_a_commit_that_fails_commits_nothing(fails, monkeypatch):
+    """Code of the policy's author, or host memory that has run out; then the same frame again."""
+
+    def fail(*_):
+        raise MemoryError(fails)
+
+    rollout = start(Retrieval(SlidingWindow(2), 1))
+    for number in range(2):
+        rollout.forward(commit=True, visible=[*range(number + 1)])
+    before = state(rollout.cache)["requests"], rollout.adapter.resident
+    with monkeypatch.context() as patch:
+        if fails == "archive":
+            patch.setattr(chunkattn.requests, "HostCopy", fail)
+        else:
+            patch.setattr(Retrieval, fails, fail)
+        with pytest.raises(MemoryError, match=fails), rollout.open(commit=True) as fwd:
+            rollout.write(fwd)
+    assert (state(rollout.cache)["requests"], rollout.adapter.resident) == before
+    assert rollout.adapter.archive == {}
+    rollout.check_blocks([0, 1])
+    rollout.forward(commit=True, visible=[1, 2])
+    rollout.check_blocks([1, 2])
 
 
 # -- policies around policies -------------------------------------------------------------------
@@ -493,6 +577,24 @@ def test_the_cache_refuses_a_policy(policy, error, message):
 def test_a_floating_sink_fits_its_window_and_period(sink):
     with pytest.raises(ValueError, match=f"`sink_chunks` must be from 1 to .*, got {sink}"):
         FloatingSink(3, sink, 9)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SlidingWindow(0), "`window_chunks` must be at least 1, got 0"),
+        (lambda: SlidingWindow(3, -1), "`sink_chunks` must be at least 0, got -1"),
+        (lambda: HardReset(0), "`window_chunks` must be at least 1, got 0"),
+        (lambda: PinnedChunks(HardReset(3), (2, -1)), "`pinned` must be at least 0, got -1"),
+        (lambda: PartialCommit(HardReset(3), 0), "`num_chunks` must be at least 1, got 0"),
+        (lambda: PartialCommit(HardReset(3), -1), "`num_chunks` must be at least 1, got -1"),
+        (lambda: Retrieval(HardReset(3), -1), "`num_chunks` must be at least 0, got -1"),
+        (lambda: PerLayer((), ()), r"`windows` must name at least one policy, got \(\)"),
+    ],
+)
+def test_a_policy_refuses_its_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: type(p).__name__)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from chunkattn import ARDiffusionKVCache, requests, streams
+from chunkattn import ARDiffusionKVCache, ForwardContext, PoolExhaustedError, requests, streams
 from chunkattn.policy import Retrieval, SlidingWindow
 from chunkattn.streams import Settling, Turn
 from tests.helpers.frames import play
@@ -96,6 +96,43 @@ def test_sessions_run_beside_each_other():
 
     in_threads(*(lambda tag=tag: work(tag) for tag in (0.0, 0.25, 0.5)))
     assert cache.num_free_blocks == 99
+
+
+@pytest.mark.parametrize("during", ["_plan", "commit_chunks"])
+def test_a_forward_that_opens_or_commits_is_not_idle(during, monkeypatch):
+    """Else another thread evicts its session there, and its plan reads blocks of others."""
+    cache = make_cache(session_capacity=1)
+    rollout = Rollout(cache.open_session("a"))
+    rollout.forward(commit=True)
+    refused: list[PoolExhaustedError] = []
+
+    def evict() -> None:
+        try:
+            cache.open_session("b", evict_idle=True)
+        except PoolExhaustedError as error:
+            refused.append(error)
+
+    other = threading.Thread(target=evict)
+    owner = ForwardContext if during == "_plan" else type(cache)
+    method = getattr(owner, during)
+
+    def and_another_evicts(*arguments):
+        if other.ident is None:
+            other.start()
+            other.join(0.2)
+            assert other.is_alive()  # it waits
+        return method(*arguments)
+
+    monkeypatch.setattr(owner, during, and_another_evicts)
+    with rollout.open(commit=True) as fwd:
+        if during == "_plan":
+            other.join()
+            assert "['a'] are open" in str(refused.pop())
+        rollout.write(fwd)
+    other.join()
+    assert not refused
+    assert rollout.session.is_closed == (during == "commit_chunks")
+    cache.check_integrity()
 
 
 # -- streams, without a GPU: what waits for what ---------------------------------------------------
