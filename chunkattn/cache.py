@@ -271,20 +271,18 @@ class ARDiffusionKVCache(Requests):
             self.pools += scales
             self.part_pools += parts
         logger.info(
-            "K/V window in force: chunk %d tokens, window %d chunks, sink %d, span %d, "
-            "reset_at_boundary %s; block %d tokens, %d managed blocks + %d scratch, "
-            "%d branch(es), backend %s, policy %s",
+            "K/V window in force: chunk %d tokens, %s, span %d; block %d tokens, "
+            "%d managed blocks + %d scratch, %d branch(es), backend %s",
             config.chunk_size,
-            window_chunks,
-            config.sink_chunks,
+            policy
+            or f"window {window_chunks} chunks, sink {config.sink_chunks}, "
+            f"reset_at_boundary {config.reset_at_boundary}",
             num_frame_per_block,
-            config.reset_at_boundary,
             block_size,
             self.managed_num_blocks,
             self.scratch_num_blocks,
             local_branches,
             self.backend,
-            self.policy,
         )
 
     # -- cross-attention ------------------------------------------------------------------------
@@ -308,7 +306,7 @@ class ARDiffusionKVCache(Requests):
             k_img: ``(batch, cross_attn_img_length, ...)`` for the image half; None skips it.
             v_img: as ``k_img``.
         """
-        self._check_layer(layer_idx)
+        self._check_layer(layer_idx, "layer_idx")
         self._cross_attention.write(layer_idx, int(is_negative), k, v, k_img, v_img)
 
     def read_cross_kv(self, layer_idx: int, is_negative: bool) -> dict[str, Any]:
@@ -321,7 +319,7 @@ class ARDiffusionKVCache(Requests):
         Raises:
             LifecycleError: what is asked for has not been written.
         """
-        self._check_layer(layer_idx)
+        self._check_layer(layer_idx, "layer_idx")
         return {"is_init": True, **self._cross_attention.read(layer_idx, int(is_negative))}
 
     def write_chunk_kv(
@@ -337,7 +335,7 @@ class ARDiffusionKVCache(Requests):
         Raises:
             NotImplementedError: the pools are fp8, which sessions write.
         """
-        self._check_layer(layer_index)
+        self._check_layer(layer_index, "layer_index")
         if self.table_scales[layer_index][0] is not None:
             raise NotImplementedError(
                 f"`dtype` must be float32, float16 or bfloat16 for write_chunk_kv, got {self.dtype}"
@@ -428,7 +426,7 @@ class ARDiffusionKVCache(Requests):
         adapters: Sequence[ARDiffusionRequestAdapter] = (),
     ) -> "Session":
         """`open_session`; or a fork of ``source``; or one that takes over ``adapters``, requests
-        that have begun, one a local branch.
+        that have begun, one a local branch and without a prefill prefix.
         """
         from chunkattn.session import Session
 
@@ -439,6 +437,11 @@ class ARDiffusionKVCache(Requests):
             )
         for adapter in adapters:
             self._check_live(adapter)
+            if adapter.num_prompt_tokens:
+                raise ValueError(
+                    "`adapters` must have no prefill prefix, which a session would not see, got "
+                    f"{adapter.num_prompt_tokens} tokens of {adapter.request_id!r}"
+                )
         if session_id in self._sessions:
             raise LifecycleError(f"`session_id` must be new, got {session_id!r}, which is open")
         evicted = None
@@ -476,14 +479,14 @@ class ARDiffusionKVCache(Requests):
 
     # -- checks ------------------------------------------------------------------------------------
     def _pool(self, layer_idx: int) -> list[torch.Tensor]:
-        self._check_layer(layer_idx)
+        self._check_layer(layer_idx, "layer_idx")
         if not self._views:
             raise LifecycleError("the cache was built without tensors (device=None)")
         return self._views[layer_idx]
 
-    def _check_layer(self, layer_idx: int) -> None:
-        if not 0 <= layer_idx < self.num_layers:
-            raise ValueError(f"`layer` must be from 0 to {self.num_layers - 1}, got {layer_idx}")
+    def _check_layer(self, layer: int, name: str = "layer") -> None:
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"`{name}` must be from 0 to {self.num_layers - 1}, got {layer}")
 
 
 def _bytes_of(pool: torch.Tensor) -> torch.Tensor:

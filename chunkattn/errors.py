@@ -18,7 +18,7 @@ class LifecycleError(ChunkAttnError):
 
 
 class StaleContextError(LifecycleError):
-    """A forward context was used after its session had been reset, closed or rolled back."""
+    """A forward context was used after it had ended, or its session been reset or closed."""
 
 
 class MissingDependencyError(ChunkAttnError, ImportError):

@@ -38,6 +38,7 @@ span. A branch on which no forward was ever opened is not asked.
 """
 
 import logging
+import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -159,9 +160,9 @@ class Session:
         cache = self.cache
         adapters = self._adapters()
         position = max(adapter.completed_chunks for adapter in adapters)
-        if not isinstance(num_chunks, int) or not 0 <= num_chunks <= position:
+        if not isinstance(num_chunks, numbers.Integral) or not 0 <= num_chunks <= position:
             raise ValueError(f"`num_chunks` must be from 0 to {position}, got {num_chunks}")
-        targets = [min(a.completed_chunks, position - num_chunks) for a in adapters]
+        targets = [min(a.completed_chunks, position - int(num_chunks)) for a in adapters]
         for adapter, target in zip(adapters, targets, strict=True):
             cache.check_rollback(adapter, target, cache.num_frame_per_block)
         for adapter, target in zip(adapters, targets, strict=True):
@@ -242,7 +243,8 @@ class Session:
     def switch_prompt(self, history: Literal["keep", "recache", "reset"]) -> list[int]:
         """Go on with another prompt: say what becomes of the history made with the old one.
 
-        The cross-attention K/V are forgotten in any case: write the new prompt's.
+        The session's cross-attention K/V are forgotten in any case, the cache's static ones where
+        no other session is open: write the new prompt's.
 
         Args:
             history: ``"keep"`` leaves it as it is. ``"reset"`` forgets it. ``"recache"`` has the

@@ -11,6 +11,7 @@ from chunkattn import (
     ARDiffusionKVCache,
     PoolExhaustedError,
 )
+from chunkattn.policy import HardReset
 from chunkattn.sizing import DEFAULT_SCRATCH_BLOCKS, SCRATCH_ENV
 from tests.helpers.rollout import (
     RELATIONS,
@@ -177,6 +178,15 @@ def test_the_window_in_force_is_logged_once(caplog):
     spec = cache.spec
     assert (spec.chunk_size, spec.window_chunks, spec.sink_chunks) == (12, 7, 2)
     assert (spec.sliding_window, spec.block_size, spec.reset_at_boundary) == (84, 4, False)
+
+
+def test_the_policy_in_force_is_logged(caplog):
+    """In place of the config's sink and reset, which it replaces."""
+    with caplog.at_level(logging.INFO, "chunkattn.cache"):
+        make_cache(12, 4, Window(7, 2, True), policy_object=HardReset(5))
+    assert "chunk 12 tokens, HardReset(window_chunks=5), span 1; block 4 tokens" in caplog.text
+    assert "sink" not in caplog.text
+    assert "reset_at_boundary" not in caplog.text
 
 
 def test_debug_lines_name_the_request(caplog):

@@ -135,9 +135,9 @@ def test_write_refuses_before_anything_changes(k, v, k_img, v_img, error, messag
 @pytest.mark.parametrize("layer", [-1, 2])
 def test_layers_are_bounded(layer):
     cache = make()
-    with pytest.raises(ValueError, match=f"`layer` must be from 0 to 1, got {layer}"):
+    with pytest.raises(ValueError, match=f"`layer_idx` must be from 0 to 1, got {layer}"):
         cache.write_cross_kv(layer, False, good, good)
-    with pytest.raises(ValueError, match=f"`layer` must be from 0 to 1, got {layer}"):
+    with pytest.raises(ValueError, match=f"`layer_idx` must be from 0 to 1, got {layer}"):
         cache.read_cross_kv(layer, False)
 
 

@@ -253,8 +253,8 @@ def test_write_chunk_kv_writes_the_chunk_in_flight():
         ),
         (torch.zeros(4, 1, 8), 0, r"`new_k` must be 4-D, got shape \(4, 1, 8\)"),
         (torch.zeros(1, 4, 2, 8), 0, r"`key` must have shape \(4, 1, 8\)"),
-        (torch.zeros(1, 4, 1, 8), 1, "`layer` must be from 0 to 0, got 1"),
-        (torch.zeros(1, 4, 1, 8), -1, "`layer` must be from 0 to 0, got -1"),
+        (torch.zeros(1, 4, 1, 8), 1, "`layer_index` must be from 0 to 0, got 1"),
+        (torch.zeros(1, 4, 1, 8), -1, "`layer_index` must be from 0 to 0, got -1"),
     ],
 )
 def test_write_chunk_kv_refuses(new_k, layer, message):
@@ -284,7 +284,7 @@ def test_books_without_tensors():
         with pytest.raises(LifecycleError, match=r"built without tensors \(device=None\)"):
             call()
     for layer in (-1, 3):
-        with pytest.raises(ValueError, match=f"`layer` must be from 0 to 2, got {layer}"):
+        with pytest.raises(ValueError, match=f"`layer_idx` must be from 0 to 2, got {layer}"):
             cache.key_cache(layer)
     cache.end_request(adapter)
     assert cache.num_free_blocks == 40

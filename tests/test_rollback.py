@@ -1,5 +1,6 @@
 """`Session.rollback`: the last chunks were never committed."""
 
+import numpy as np
 import pytest
 
 from chunkattn import LifecycleError, StaleContextError
@@ -134,6 +135,16 @@ def test_arguments(num_chunks):
     with pytest.raises(ValueError, match=message):
         session.rollback(num_chunks)
     assert state(cache) == before
+
+
+@pytest.mark.parametrize("one", [1, np.int64(1), np.uint8(1)])
+def test_any_integer_will_do(one):
+    cache = make_cache()
+    session = cache.open_session("a")
+    play(session, range(3))
+    session.rollback(one)
+    assert session.adapter().completed_chunks == 2
+    assert type(session.adapter().completed_chunks) is int
 
 
 @pytest.mark.parametrize("commit", [False, True])

@@ -377,6 +377,12 @@ def test_a_session_takes_over_requests():
     begun = [cache.begin_request(f"host::{name}") for name in ("positive", "negative")]
     with pytest.raises(ValueError, match="one for each of 2 local branches, got 1"):
         cache.admit_session("a", adapters=begun[:1])
+    prefixed = cache.begin_request("prefixed", prefill_prefix_tokens=8)
+    with pytest.raises(
+        ValueError, match="`adapters` must have no prefill prefix, .* 8 tokens"
+    ):
+        cache.admit_session("a", adapters=[begun[0], prefixed])
+    cache.end_request(prefixed)
     session = cache.admit_session("a", adapters=begun)
     assert [session.adapter(branch) for branch in (0, 1)] == begun
     session.reset()
