@@ -38,10 +38,10 @@ span. A branch on which no forward was ever opened is not asked.
 """
 
 import logging
-import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 
 from chunkattn.branch import Branch
@@ -160,7 +160,7 @@ class Session:
         cache = self.cache
         adapters = self._adapters()
         position = max(adapter.completed_chunks for adapter in adapters)
-        if not isinstance(num_chunks, numbers.Integral) or not 0 <= num_chunks <= position:
+        if not isinstance(num_chunks, int | np.integer) or not 0 <= num_chunks <= position:
             raise ValueError(f"`num_chunks` must be from 0 to {position}, got {num_chunks}")
         targets = [min(a.completed_chunks, position - int(num_chunks)) for a in adapters]
         for adapter, target in zip(adapters, targets, strict=True):

@@ -378,9 +378,7 @@ def test_a_session_takes_over_requests():
     with pytest.raises(ValueError, match="one for each of 2 local branches, got 1"):
         cache.admit_session("a", adapters=begun[:1])
     prefixed = cache.begin_request("prefixed", prefill_prefix_tokens=8)
-    with pytest.raises(
-        ValueError, match="`adapters` must have no prefill prefix, .* 8 tokens"
-    ):
+    with pytest.raises(ValueError, match="`adapters` must have no prefill prefix, .* 8 tokens"):
         cache.admit_session("a", adapters=[begun[0], prefixed])
     cache.end_request(prefixed)
     session = cache.admit_session("a", adapters=begun)
