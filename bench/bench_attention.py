@@ -126,7 +126,8 @@ def measure(
         # A CPU without bf16 instructions multiplies it slower than attention does.
         roof_dtype = case.query.dtype if device.type == "cuda" else torch.float32
         roof, roof_flop = large_product(device, roof_dtype)
-        seconds = interleaved({**variants, ROOF: roof}, device, args.rounds, args.budget)
+        roof()
+        seconds = interleaved({**variants, ROOF: roof}, device, args.rounds, args.budget, warm=True)
         row |= {
             "flop": case.flop,
             "seconds": {name: spread(times) for name, times in seconds.items()},

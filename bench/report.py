@@ -229,10 +229,24 @@ def model(_rows: list[Row]) -> str:
             serial, overlapped = (1e3 * row["seconds"][b] for b in ("serial", "overlapped"))
             line = times.setdefault(f"{row['preset']}, {row['call']}, {shape}", {})
             line[row["card"]] = f"{serial:.3g} ({overlapped:.3g})"
-    return markdown(
+    table = markdown(
         ["model, call, queries x keys", *cards],
         ([what, *(line.get(card, "") for card in cards)] for what, line in times.items()),
     )
+    return f"{table}\nPredicted over reported speed: {'; '.join(_errors())}.\n"
+
+
+def _errors() -> list[str]:
+    """How far the model is off each public figure that it was not fitted to."""
+    errors: dict[str, list[float]] = {}
+    for row in read_all(RESULTS / "model.jsonl"):
+        if row["benchmark"] == "attention model error" and not row["fitted"]:
+            what = f"{row['what']} on {row['card'].split()[0]} ({row['bound']})"
+            errors.setdefault(what, []).append(1 + row["error"])
+    return [
+        f"{what} {' to '.join(f'{e:.2f}' for e in sorted({min(found), max(found)}))}"
+        for what, found in errors.items()
+    ]
 
 
 def _issue_slots(row: Row) -> float:

@@ -25,7 +25,11 @@ Variants = dict[str, Callable[[], object]]
 
 # -- timing ----------------------------------------------------------------------------------------
 def interleaved(
-    variants: Variants, device: torch.device, rounds: int, budget: float = float("inf")
+    variants: Variants,
+    device: torch.device,
+    rounds: int,
+    budget: float = float("inf"),
+    warm: bool = False,
 ) -> dict[str, list[float]]:
     """Time the variants in turn, A B C A B C ..., after one call of each that does not count.
 
@@ -35,12 +39,13 @@ def interleaved(
             between, which also gives the host time to run ahead.
         rounds: counted calls of each variant, at most.
         budget: seconds after which no further round begins, once there are three.
+        warm: every variant has run before.
 
     Returns:
         Seconds of each counted call, for each name.
     """
     timed = _gpu_timer(device) if device.type == "cuda" else _cpu_seconds
-    for call in variants.values():
+    for call in () if warm else variants.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     began = time.perf_counter()
