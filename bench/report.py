@@ -54,7 +54,6 @@ def read(path: Path) -> list[Row]:
     last: dict[tuple[Any, ...], Row] = {}
     for row in read_all(path):
         key = tuple(row.get(name) for name in SAME_THING)
-        last.pop(key, None)
         last[key] = row
     return list(last.values())
 

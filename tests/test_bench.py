@@ -224,7 +224,7 @@ def test_the_last_row_about_a_thing_counts(tmp_path):
     ]
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [row["n"] for row in report.read(path)] == [2, 3]
+    assert [row["n"] for row in report.read(path)] == [3, 2]
 
 
 def test_rows_append_and_print(tmp_path, capsys):
