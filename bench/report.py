@@ -293,7 +293,8 @@ def draw_all(rows: list[Row], folder: Path) -> None:
     matplotlib.rcParams.update({"axes.spines.right": False, "savefig.dpi": 110})
     for name, draw in PICTURES.items():
         figure = draw(rows)
-        figure.tight_layout()
+        if figure.get_layout_engine() is None:
+            figure.tight_layout()
         figure.savefig(folder / f"{name}.png", metadata={"Software": None})
 
 
@@ -377,20 +378,23 @@ def memory_picture(rows: list[Row]) -> Any:
 
     models = of(rows, "memory")
     ways = (OURS, "concat", "roll", "gather")
-    figure, panels = pyplot.subplots(1, 2, figsize=(WIDTH, 3.8), sharey=True)
-    for panel, field, title in zip(
-        panels, ("held_bytes", "copied_bytes"), ("held, at most", "copied in a span"), strict=True
-    ):
-        for i, way in enumerate(ways):
-            at = [number + (i - 1.5) * 0.2 for number in range(len(models))]
-            sizes = [row[field][way] / 1e9 for row in models]
-            panel.barh(at, sizes, 0.18, color=COLOURS[way], label=way)
-        panel.set(title=f"K/V {title}", xlabel="GB, one branch")
+    shape = {"figsize": (WIDTH, 3.8), "sharey": True, "layout": "constrained"}
+    figure, (held, copied) = pyplot.subplots(1, 2, **shape)
+    for i, way in enumerate(ways):
+        at = [number + (i - 1.5) * 0.2 for number in range(len(models))]
+        style = {"height": 0.18, "color": COLOURS[way]}
+        held.barh(
+            at, [r["held_bytes"][way] / r["visible_bytes"] for r in models], label=way, **style
+        )
+        copied.barh(at, [row["copied_bytes"][way] / 1e9 for row in models], **style)
+    held.set(title="K/V held at most", xlabel="over the K/V that a forward sees")
+    held.axvline(1, color="black", linewidth=0.8)
+    copied.set(title="K/V copied in a span", xlabel="GB, one branch", xscale="log")
+    for panel in (held, copied):
         panel.grid(axis="x", alpha=0.3)
-    panels[1].set_xscale("log")
-    panels[0].set_yticks(range(len(models)), [row["preset"] for row in models])
-    panels[0].invert_yaxis()
-    panels[1].legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(-0.1, -0.16))
+    held.set_yticks(range(len(models)), [row["preset"] for row in models])
+    held.invert_yaxis()
+    figure.legend(loc="outside lower center", ncols=len(ways), frameon=False)
     return figure
 
 
