@@ -727,6 +727,7 @@ def test_every_measured_row_names_its_result():
 def test_auto(install, monkeypatch):
     """Auto takes what was measured where it can run, and triton elsewhere; the CPU stays torch."""
     monkeypatch.setattr(flash_backend, "_arch_of", lambda device: 90)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     gpu = torch.device("cuda", 0)
     shape = (128, torch.bfloat16, 880, 1785)
     install(upstream_fa3("flash_attn_interface"))

@@ -384,7 +384,7 @@ GATHER_FAULTS = {
     "current rows dropped": ("if key_current_ptr is not None:", "if False:"),
 }
 LAUNCH_FAULTS = {
-    "scale 1% off": ("_SMALLEST_SCALE) * LOG2E.value", "_SMALLEST_SCALE) * LOG2E.value * 1.01"),
+    "scale 1% off": ("_SCALE) * LOG2E.value", "_SCALE) * LOG2E.value * 1.01"),
     "one tile too few": (
         "num_rows // tiles.block_m + num_seqs",
         "num_rows // tiles.block_m + num_seqs - 1",
