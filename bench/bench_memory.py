@@ -81,9 +81,7 @@ class Written(Paged):
     """`Paged` without its attention."""
 
     def forward(self, layers: list[Rows], commit: bool) -> list[torch.Tensor]:
-        action = 0 if layers[0].action_key is None else len(layers[0].action_key)
-        span = layers[0].key.shape[0]
-        with self.session.forward(seq_len=span, commit=commit, action_len=action) as fwd:
+        with self.planned(layers, commit) as fwd:
             for number, rows in enumerate(layers):
                 if commit:
                     pools = self.cache.key_cache(number), self.cache.value_cache(number)

@@ -9,7 +9,7 @@ import torch
 from cases import bound_of
 from torch.nn.functional import scaled_dot_product_attention
 
-from chunkattn import ARDiffusionKVCache, ARDiffusionKVConfig, scatter_kv
+from chunkattn import ARDiffusionKVCache, ARDiffusionKVConfig, ForwardContext, scatter_kv
 from chunkattn.kernels.reference import dense_attention
 from chunkattn.presets import ModelPreset
 
@@ -177,10 +177,14 @@ class Paged:
     def reset(self) -> None:
         self.session.reset()
 
+    def planned(self, layers: list[Rows], commit: bool) -> ForwardContext:
+        """The forward that brings these rows, to be entered."""
+        rows = layers[0]
+        action = 0 if rows.action_key is None else len(rows.action_key)
+        return self.session.forward(seq_len=len(rows.key), commit=commit, action_len=action)
+
     def forward(self, layers: list[Rows], commit: bool) -> list[torch.Tensor]:
-        action = 0 if layers[0].action_key is None else len(layers[0].action_key)
-        span = layers[0].key.shape[0]
-        with self.session.forward(seq_len=span, commit=commit, action_len=action) as fwd:
+        with self.planned(layers, commit) as fwd:
             return [fwd.write_attend(number, *rows) for number, rows in enumerate(layers)]
 
 
@@ -236,9 +240,7 @@ class Graphed(Paged):
         if key not in self.graphs:
             outs = super().forward(layers, commit=False)  # compiled outside the capture
             graph = torch.cuda.CUDAGraph()
-            action = 0 if layers[0].action_key is None else len(layers[0].action_key)
-            session, span = self.session, layers[0].key.shape[0]
-            with session.forward(seq_len=span, commit=commit, action_len=action) as fwd:
+            with self.planned(layers, commit) as fwd:
                 with torch.cuda.graph(graph):
                     for number, rows in enumerate(layers):
                         fwd.write_attend(number, *rows, out=outs[number])
@@ -246,9 +248,7 @@ class Graphed(Paged):
             self.graphs[key] = graph, outs
             return outs
         graph, outs = self.graphs[key]
-        action = 0 if layers[0].action_key is None else len(layers[0].action_key)
-        span = layers[0].key.shape[0]
-        with self.session.forward(seq_len=span, commit=commit, action_len=action) as fwd:
+        with self.planned(layers, commit) as fwd:
             graph.replay()
             for number in range(len(layers)):
                 fwd.mark_layer_written(number)
@@ -261,9 +261,8 @@ class Gather(Paged):
     name = "gather"
 
     def forward(self, layers: list[Rows], commit: bool) -> list[torch.Tensor]:
-        action = 0 if layers[0].action_key is None else len(layers[0].action_key)
-        span, outs = layers[0].key.shape[0], []
-        with self.session.forward(seq_len=span, commit=commit, action_len=action) as fwd:
+        outs = []
+        with self.planned(layers, commit) as fwd:
             past = torch.tensor(fwd.history_block_ids, device=self.geometry.device).long()
             for number, rows in enumerate(layers):
                 pools = self.cache.key_cache(number), self.cache.value_cache(number)

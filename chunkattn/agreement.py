@@ -62,8 +62,8 @@ def open_alike(fwd: "ForwardContext", group: "dist.ProcessGroup") -> None:
     """
     try:
         fwd.open()
-    except Exception:
-        _gathered(b"", group)  # the others learn that this rank has no plan
+    except Exception:  # whatever it is goes on; but the others learn that this rank has no plan
+        _gathered(b"", group)
         raise
     try:
         check_same_plan(fwd, group)
