@@ -40,7 +40,7 @@ def calls_of(preset: ModelPreset, whole_cycle: bool) -> list[Call]:
     if not whole_cycle:
         return [Call("full window", rows + action, full * chunk + action, rows + action)]
     calls = []
-    first = full % span  # as DreamZero: a first frame, then spans
+    first = preset.first_frames
     if first:
         calls.append(Call("first frame, commit", first * chunk, first * chunk, first * chunk))
     for number, history in enumerate(range(first, full - span + 1, span), 1):

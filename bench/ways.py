@@ -23,6 +23,7 @@ class Geometry(NamedTuple):
     head_size: int
     chunk: int
     span_chunks: int
+    first_chunks: int  # of a forward before the spans; 0 where there is none
     window_chunks: int
     sink_chunks: int
     action: int
@@ -38,11 +39,6 @@ class Geometry(NamedTuple):
         """Chunks that stay after a commit: sink and window less the next span."""
         return self.sink_chunks + self.window_chunks - self.span_chunks
 
-    @property
-    def first_chunks(self) -> int:
-        """Chunks of the first forward: what makes the window full after whole spans."""
-        return (self.sink_chunks + self.window_chunks) % self.span_chunks or self.span_chunks
-
 
 def geometry_of(
     preset: ModelPreset, layers: int, heads: int, dtype: torch.dtype, device: torch.device
@@ -57,6 +53,7 @@ def geometry_of(
         head_size=preset.head_size,
         chunk=preset.frame_tokens,
         span_chunks=preset.frames_per_span,
+        first_chunks=preset.first_frames,
         window_chunks=preset.window_frames,
         sink_chunks=preset.sink_frames,
         action=preset.action_tokens + preset.state_tokens,
@@ -298,7 +295,7 @@ def rollout_of(geometry: Geometry, spans: int, denoise_steps: int) -> list[Step]
     """As the models do: each span is denoised, then committed from its clean frames."""
     g = geometry
     steps = []
-    if g.first_chunks != g.span_chunks:
+    if g.first_chunks:
         steps.append(Step("first", g.first_chunks, True, 0))
     for _ in range(spans):
         steps += [Step("denoise", g.span_chunks, False, g.action)] * denoise_steps
