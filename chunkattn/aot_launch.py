@@ -156,7 +156,7 @@ def _fused(shape: Shape, wide: bool, kinds: Any) -> tuple[Any, ...]:
     pool, scales = _pool(shape, wide), _per_block(shape) if shape.fp8 else None
     slots = _empty(shape.num_tokens, dtype=torch.int32)
     rows = (query, key, key, *weights, angles, angles, None, query, pool, pool, slots)
-    return (*rows, scales, scales, 1e-6, 1, 1.0, 1.0, True)
+    return (kinds.FusedArguments(*rows, scales, scales, 1e-6, 1, True),)
 
 
 def _blocks(shape: Shape, wide: bool, kinds: Any, *rest: Any, ids: int = 1) -> tuple[Any, ...]:

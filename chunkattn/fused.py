@@ -2,8 +2,6 @@
 and K, rotary embedding, and the write of K and V into the pool.
 """
 
-import math
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +14,7 @@ from chunkattn.checks import (
     check_device,
     check_key_value,
     check_pools,
+    check_scales,
     check_shape,
     check_slots,
     check_tensor,
@@ -23,7 +22,7 @@ from chunkattn.checks import (
     refuse,
     values_visible,
 )
-from chunkattn.kernels.arguments import ScatterArguments
+from chunkattn.kernels.arguments import FusedArguments, ScatterArguments
 from chunkattn.ops import import_kernel, resolve_backend
 
 FP8 = torch.float8_e4m3fn
@@ -32,9 +31,8 @@ _library = torch.library.Library("chunkattn", "FRAGMENT")
 _library.define(
     "norm_rope_scatter(Tensor query, Tensor key, Tensor value, Tensor? query_weight, "
     "Tensor? key_weight, Tensor? cos, Tensor? sin, Tensor? sum_squares, Tensor(a!) query_out, "
-    "Tensor(b!) key_pool, Tensor(c!) value_pool, Tensor slot_mapping, Tensor? key_scales, "
-    "Tensor? value_scales, float eps, int tp_size, float key_scale, float value_scale, "
-    "bool rotate_key, str backend) -> ()"
+    "Tensor(b!) key_pool, Tensor(c!) value_pool, Tensor slot_mapping, Tensor? key_scale, "
+    "Tensor? value_scale, float eps, int tp_size, bool rotate_key, str backend) -> ()"
 )
 
 
@@ -47,69 +45,55 @@ def _triton_launch() -> Callable[..., None]:
 @torch.library.impl(_library, "norm_rope_scatter", "CompositeExplicitAutograd")
 def _norm_rope_scatter(*arguments: Any) -> None:
     launch = _torch_launch if arguments[-1] == "torch" else _triton_launch()
-    launch(*arguments[:-1])
+    launch(FusedArguments(*arguments[:-1]))
 
 
 torch.library.register_fake("chunkattn::norm_rope_scatter", lambda *_: None, lib=_library)
 
 
 @torch.no_grad()
-def _torch_launch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_weight: torch.Tensor | None,
-    key_weight: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    sum_squares: torch.Tensor | None,
-    query_out: torch.Tensor,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    key_scales: torch.Tensor | None,
-    value_scales: torch.Tensor | None,
-    eps: float,
-    tp_size: int,
-    key_scale: float,
-    value_scale: float,
-    rotate_key: bool,
-) -> None:
+def _torch_launch(rows: FusedArguments) -> None:
     """`chunkattn.kernels.fused.fused` in torch."""
+    sum_squares = rows.sum_squares
     if sum_squares is None:
-        sum_squares = qk_sum_squares(query, key)
-    new_query = _norm(query, query_weight, sum_squares[:, 0], eps, tp_size)
-    new_key = _norm(key, key_weight, sum_squares[:, 1], eps, tp_size)
-    if cos is not None and sin is not None:
-        new_query = _rotate(new_query, cos, sin)
-        new_key = _rotate(new_key, cos, sin) if rotate_key else new_key
-    query_out.copy_(new_query)
-    key = new_key.to(key.dtype)
+        sum_squares = qk_sum_squares(rows.query, rows.key)
+    query = _norm(rows.query, rows.query_weight, sum_squares[:, 0], rows.eps, rows.tp_size)
+    key = _norm(rows.key, rows.key_weight, sum_squares[:, 1], rows.eps, rows.tp_size)
+    if rows.cos is not None and rows.sin is not None:
+        query = _rotate(query, rows.cos, rows.sin)
+        key = _rotate(key, rows.cos, rows.sin) if rows.rotate_key else key
+    rows.query_out.copy_(query)
+    key, value = key.to(rows.key.dtype), rows.value
+    key_pool, value_pool = rows.key_pool, rows.value_pool
     if key_pool.dtype == FP8:
-        blocks = slot_mapping.clamp(min=0) // key_pool.shape[1]
+        blocks = rows.slot_mapping.clamp(min=0) // key_pool.shape[1]
         key, value = (
-            torch_backend.to_e4m3(rows, scale if scales is None else scales[blocks, :, None])
-            for rows, scale, scales in (
-                (key, key_scale, key_scales),
-                (value, value_scale, value_scales),
-            )
+            torch_backend.to_e4m3(x, _of_rows(scale, blocks))
+            for x, scale in ((key, rows.key_scale), (value, rows.value_scale))
         )
         # Bytes, because torch indexes no tensor of fp8.
         key, value, key_pool, value_pool = (
             x.view(torch.uint8) for x in (key, value, key_pool, value_pool)
         )
-    rows = ScatterArguments(
+    written = ScatterArguments(
         key,
         value,
         key_extra=None,
         value_extra=None,
         key_pool=key_pool,
         value_pool=value_pool,
-        slot_mapping=slot_mapping,
+        slot_mapping=rows.slot_mapping,
         key_scale=None,
         value_scale=None,
     )
-    torch_backend.scatter(rows)
+    torch_backend.scatter(written)
+
+
+def _of_rows(scale: torch.Tensor | None, blocks: torch.Tensor) -> torch.Tensor | float:
+    """What the rows of these blocks are divided by."""
+    if scale is None:
+        return 1.0
+    return scale[blocks, :, None] if scale.dim() == 2 else scale
 
 
 def _norm(
@@ -188,7 +172,7 @@ def norm_rope_scatter(
         key_scale: of an fp8 pool only: a number, a float32 tensor of one, or ``(num_blocks,
             num_kv_heads)`` float32, which is only read, at the blocks that are written: what
             `scatter_kv` sets must have been set before. None is 1.
-        value_scale: as ``key_scale``.
+        value_scale: as ``key_scale``, and of the same kind.
         query_out: ``query``'s shape and dtype, written in place; must not overlap an input. None
             allocates it.
         backend: ``"auto"``, ``"torch"`` or ``"triton"``.
@@ -251,11 +235,7 @@ def norm_rope_scatter(
         check_tensor("query_out", query_out, (3,), (query.dtype,))
         check_shape("query_out", query_out, tuple(query.shape), "that of `query`")
     check_writable(key_pool=key_pool, value_pool=value_pool, query_out=query_out)
-    scales = [
-        _check_scale(name, scale, key_pool.dtype, (num_blocks, num_kv_heads))
-        for name, scale in (("key_scale", key_scale), ("value_scale", value_scale))
-    ]
-    (key_factor, key_scales), (value_factor, value_scales) = scales
+    key_scale, value_scale = check_scales(key_pool, key_scale, value_scale)
     check_device(
         device,
         query=query,
@@ -268,8 +248,6 @@ def norm_rope_scatter(
         value_pool=value_pool,
         slot_mapping=slot_mapping,
         sum_squares=sum_squares,
-        key_scale=key_scales,
-        value_scale=value_scales,
         query_out=query_out,
     )
     backend = resolve_backend(backend, device, head_size, key_pool.dtype)
@@ -291,12 +269,10 @@ def norm_rope_scatter(
         key_pool,
         value_pool,
         slot_mapping,
-        key_scales,
-        value_scales,
+        key_scale,
+        value_scale,
         float(eps),
         tp_size or 1,
-        key_factor,
-        value_factor,
         rotate_key,
         backend,
     )
@@ -334,29 +310,3 @@ def rope_tables(*freqs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _check_dense(name: str, tensor: torch.Tensor) -> None:
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel():
         raise refuse(name, "have stride 1 in its last dimension", f"strides {tensor.stride()}")
-
-
-def _check_scale(
-    name: str, scale: Any, dtype: torch.dtype, shape: tuple[int, int]
-) -> tuple[float, torch.Tensor | None]:
-    """The scale as a number, and as a table where it is one."""
-    if dtype != FP8 and scale is not None:
-        raise refuse(name, f"be None for a pool of {dtype}: only fp8 pools have scales", scale)
-    if isinstance(scale, torch.Tensor):
-        check_tensor(name, scale, (0, 1, 2), (torch.float32,))
-        if scale.dim() < 2:  # one for all rows, read on the device
-            if scale.numel() != 1:
-                must = "have one element, or one for each block and head"
-                raise refuse(name, must, f"shape {tuple(scale.shape)}")
-            if values_visible(scale.device) and not 0 < float(scale) < math.inf:
-                raise refuse(name, "be positive and finite", float(scale))
-            return 1.0, scale.reshape(1, 1).expand(shape)
-        check_shape(name, scale, shape, "num_blocks, num_kv_heads")
-        return 1.0, scale
-    if scale is None:
-        return 1.0, None
-    if not isinstance(scale, numbers.Real):
-        raise TypeError(f"`{name}` must be a number, a tensor or None, got {type(scale).__name__}")
-    if not (math.isfinite(scale) and float(scale) > 0):
-        raise refuse(name, "be positive and finite", scale)
-    return float(scale), None

@@ -27,6 +27,13 @@ and of what is written:
                                 (action rows)
     slot_mapping                (num_tokens + num_extra,); slot = block * block_size + offset, below
                                 0 means skip
+
+and of what is normalised and rotated on the way:
+
+    query, query_out            (num_tokens, num_heads, head_size)
+    query_weight, key_weight    (heads * head_size,) of an RMSNorm over all heads of a token
+    cos, sin                    (num_tokens, head_size // 2) float32, of pairs (2i, 2i + 1)
+    sum_squares                 (num_tokens, 2) float32 of Q and K, where ranks share the heads
 """
 
 from typing import NamedTuple
@@ -87,6 +94,31 @@ class ScatterArguments(NamedTuple):
     value_scale: torch.Tensor | None
 
 
+class FusedArguments(NamedTuple):
+    """Tensors of one `fused.fused` as the module says; ``query_out`` and the pools are written.
+
+    A scale is one number, 0-D, or ``(num_blocks, num_kv_heads)``; both kinds are only read.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    query_weight: torch.Tensor | None
+    key_weight: torch.Tensor | None
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    sum_squares: torch.Tensor | None
+    query_out: torch.Tensor
+    key_pool: torch.Tensor
+    value_pool: torch.Tensor
+    slot_mapping: torch.Tensor
+    key_scale: torch.Tensor | None
+    value_scale: torch.Tensor | None
+    eps: float
+    tp_size: int
+    rotate_key: bool
+
+
 # What kernels take besides flat pointers and numbers. Strides are in elements.
 class QueryStrides(NamedTuple):
     segment: int
@@ -115,6 +147,11 @@ class EntryStrides(NamedTuple):
     head: int
 
 
+class SumStrides(NamedTuple):
+    token: int
+    which: int  # of Q and K
+
+
 class Batch(NamedTuple):
     """Where each sequence's rows are; how many sequences, K/V heads and extra rows there are."""
 
@@ -129,6 +166,11 @@ class Batch(NamedTuple):
 def strides(tensor: torch.Tensor | None, num_dims: int) -> tuple[int, ...]:
     """The first ``num_dims`` strides, zeros for an argument that is not there."""
     return (0,) * num_dims if tensor is None else tensor.stride()[:num_dims]
+
+
+def scale_strides(scale: torch.Tensor | None) -> EntryStrides:
+    """Strides of a scale: zeros where one number stands for every block and head."""
+    return EntryStrides(*(strides(scale, 2) if scale is not None and scale.dim() == 2 else (0, 0)))
 
 
 def find_arch(device: torch.device) -> int:

@@ -28,6 +28,17 @@ def to_e4m3(x, scale):
 
 
 @triton.jit
+def as_stored(x, scale_ptr, offset, mask, pool_ptr):
+    """Rows in the type of the pool; for fp8 divided by their scales, which lie at ``offset``."""
+    if pool_ptr.dtype.element_ty == tl.float8e4nv:
+        scale = tl.full(x.shape, 1.0, tl.float32)
+        if scale_ptr is not None:
+            scale = tl.broadcast_to(tl.load(scale_ptr + offset, mask=mask, other=1.0), x.shape)
+        return to_e4m3(x, scale)
+    return x.to(pool_ptr.dtype.element_ty)
+
+
+@triton.jit
 def _row_scale(ptr, stride, row, kv_head, mask, offs_d, HEAD_SIZE: tl.constexpr):
     """What each row by itself would be divided by, [BLOCK_T]; NaN and infinities do not count."""
     offset = row * stride.token + kv_head * stride.head

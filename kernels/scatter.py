@@ -6,25 +6,12 @@ even. Into an fp8 pool a row goes as ``clamp(row / scale, -448, 448)``, rounded 
 stays NaN.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from .arguments import BlockStrides, EntryStrides, RowStrides, ScatterArguments, strides
-from .scales import set_block_scales, to_e4m3
+from .arguments import BlockStrides, RowStrides, ScatterArguments, scale_strides, strides
+from .scales import as_stored, set_block_scales
 from .tuning import scatter_tile
-
-
-@triton.jit
-def as_stored(x, scale_ptr, stride_scale, block, head, mask, pool_ptr):
-    """Rows [BLOCK_T, BLOCK_C] in the type of the pool; for fp8 divided by their scale."""
-    if pool_ptr.dtype.element_ty == tl.float8e4nv:
-        scale = tl.full(x.shape, 1.0, tl.float32)
-        if scale_ptr is not None:
-            offset = block[:, None] * stride_scale.block + head[None, :] * stride_scale.head
-            scale = tl.load(scale_ptr + offset, mask=mask, other=1.0)
-        return to_e4m3(x, scale)
-    return x.to(pool_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -106,14 +93,17 @@ def _scatter_kernel(
     value_slot = block * stride_value_pool.block + offset * stride_value_pool.slot
     key_column = head * stride_key_pool.head + dim
     value_column = head * stride_value_pool.head + dim
+    key_scale = block[:, None] * stride_key_scale.block + head[None, :] * stride_key_scale.head
+    value_scale = block[:, None] * stride_value_scale.block
+    value_scale += head[None, :] * stride_value_scale.head
     tl.store(
         key_pool_ptr + key_slot[:, None] + key_column[None, :],
-        as_stored(key, key_scale_ptr, stride_key_scale, block, head, mask, key_pool_ptr),
+        as_stored(key, key_scale_ptr, key_scale, mask, key_pool_ptr),
         mask=mask,
     )
     tl.store(
         value_pool_ptr + value_slot[:, None] + value_column[None, :],
-        as_stored(value, value_scale_ptr, stride_value_scale, block, head, mask, value_pool_ptr),
+        as_stored(value, value_scale_ptr, value_scale, mask, value_pool_ptr),
         mask=mask,
     )
 
@@ -159,8 +149,3 @@ def scatter(rows: ScatterArguments) -> None:
         num_warps=4,
         enable_fp_fusion=True,
     )
-
-
-def scale_strides(scale: torch.Tensor | None) -> EntryStrides:
-    """Strides of a scale: zeros where one number stands for every block and head."""
-    return EntryStrides(*(strides(scale, 2) if scale is not None and scale.dim() == 2 else (0, 0)))

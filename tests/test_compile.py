@@ -52,7 +52,7 @@ def fused_arguments() -> tuple:
     sums = chunkattn.qk_sum_squares(query, key)
     out = torch.zeros_like(query)
     pools = (key_pool, value_pool, slots, None, None)
-    return (query, key, value, *tables, sums, out, *pools, eps, 1, 1.0, 1.0, True, "torch")
+    return (query, key, value, *tables, sums, out, *pools, eps, 1, True, "torch")
 
 
 def pools() -> tuple[torch.Tensor, torch.Tensor]:

@@ -61,6 +61,7 @@ FP8_REFUSED = [
     ("value_scale", math.inf, ValueError),
     ("value_scale", "1", TypeError),
     ("key_scale", torch.ones(4, 2), ValueError),
+    ("key_scale", torch.ones(4, 3), ValueError),  # the other one is a number
     ("value_scale", torch.ones(4), ValueError),
     ("value_scale", torch.tensor(0.0), ValueError),
     ("value_scale", torch.ones(4, 3).half(), TypeError),
@@ -72,6 +73,7 @@ FP8_REFUSED = [
 # The message may name the argument that does not fit to the one that was changed.
 PARTNERS = {
     "cos": "cos|sin",
+    "key_scale": "key_scale|value_scale",
     "sin": "cos|sin",
     "tp_size": "sum_squares",
     "sum_squares": "tp_size",
@@ -160,7 +162,7 @@ def test_opcheck(pool_dtype):
             (
                 *(query, key, value, *tables, sums, torch.zeros_like(query)),
                 *(key_pool, value_pool, slots, scales, scales),
-                *(EPS, 1, 1.0, 1.0, True, "torch"),
+                *(EPS, 1, True, "torch"),
             ),
             test_utils=checks,
         )

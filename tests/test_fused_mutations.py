@@ -42,9 +42,9 @@ def check_all() -> None:
 
 
 FAULTS = {
-    "sums of Q for K": ("sum_offset + stride_sum_squares_which", "sum_offset"),
-    "sums of the first token": ("token * stride_sum_squares_token", "0"),
-    "sums given are not used": ("HAS_SUM_SQUARES=sum_squares is not None", "HAS_SUM_SQUARES=False"),
+    "sums of Q for K": ("sum_offset + stride_sum_squares.which", "sum_offset"),
+    "sums of the first token": ("token * stride_sum_squares.token", "0"),
+    "sums given are not used": ("        rows.sum_squares,\n", "        None,\n"),
     "mean of one rank": ("tp_size * NUM_HEADS * HEAD", "NUM_HEADS * HEAD"),
     "mean over padded heads": ("tp_size * NUM_KV_HEADS * HEAD_SIZE", "BLOCK_KV_H * BLOCK_D"),
     "eps dropped": ("/ norm_size + eps", "/ norm_size"),
@@ -60,38 +60,30 @@ FAULTS = {
         "tl.reshape(pairs, (BLOCK_H, BLOCK_D))",
         "tl.reshape(tl.permute(pairs, (0, 2, 1)), (BLOCK_H, BLOCK_D))",
     ),
-    "angles of the first token": ("token * stride_cos_token", "0"),
+    "angles of the first token": ("token * stride_cos ", "0"),
     "angles of another token": (
-        "sin_ptr + token * stride_sin_token",
-        "sin_ptr + (token ^ 1) * stride_sin_token",
+        "sin_ptr + token * stride_sin ",
+        "sin_ptr + (token ^ 1) * stride_sin ",
     ),
     "last angle dropped": ("offs_p < HEAD_SIZE // 2", "offs_p < HEAD_SIZE // 2 - 1"),
-    "K turned when it must not be": ("cos is not None and rotate_key", "cos is not None"),
+    "K turned when it must not be": ("ROTATE_KEY=rows.rotate_key", "ROTATE_KEY=True"),
     "heads of Q one short": ("head < NUM_HEADS)", "head < NUM_HEADS - 1)"),
     "padding written": (
         "(kv_head < NUM_KV_HEADS) & (offs_d < HEAD_SIZE)",
         "(kv_head < NUM_KV_HEADS) & (offs_d <= HEAD_SIZE)",
     ),
     "slots below 0 written": ("if slot >= 0:", "if slot >= -9:"),
-    "first slot of each block": ("offset * stride_value_slot", "0 * stride_value_slot"),
-    "first block": ("+ block * stride_key_block", "+ 0 * stride_key_block"),
+    "first slot of each block": ("offset * stride_value_pool.slot", "0 * stride_value_pool.slot"),
+    "first block": ("block * stride_key_pool.block", "0 * stride_key_pool.block"),
     "heads mixed up": (
-        "kv_head * stride_value_pool_head",
-        "(NUM_KV_HEADS - 1 - kv_head) * stride_value_pool_head",
+        "kv_head * stride_value_pool.head",
+        "(NUM_KV_HEADS - 1 - kv_head) * stride_value_pool.head",
     ),
-    "K to V": (
-        "                value,\n                value_pool_ptr.dtype",
-        "                key.to(key_ptr.dtype.element_ty),\n                value_pool_ptr.dtype",
-    ),
-    "not saturated": ("to_e4m3(x, scale)", "(x.to(tl.float32) / scale).to(dtype)"),
-    "scale the wrong way": ("to_e4m3(x, scale)", "to_e4m3(x, 1.0 / scale)"),
-    "scale of the first head": ("+ kv_head * stride_key_scales_head", "+ 0 * kv_head"),
-    "scale of the first block": ("block * stride_value_scales_block", "0"),
-    "scales of K for V": ("                value_scale,\n", "                key_scale,\n"),
-    "K not rounded to its dtype": (
-        "                key.to(key_ptr.dtype.element_ty),\n                key_pool",
-        "                key,\n                key_pool",
-    ),
+    "K to V": ("as_stored(value,", "as_stored(key_rows,"),
+    "scale of the first head": ("+ kv_head * stride_key_scale.head", "+ 0 * kv_head"),
+    "scale of the first block": ("block * stride_value_scale.block", "0"),
+    "scales of K for V": ("as_stored(value, value_scale_ptr", "as_stored(value, key_scale_ptr"),
+    "K not rounded to its dtype": ("key_rows = key.to(key_ptr.dtype.element_ty)", "key_rows = key"),
 }
 
 

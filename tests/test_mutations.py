@@ -496,8 +496,8 @@ SCATTER_FAULTS = {
     "K written to V": ("as_stored(value, value_scale", "as_stored(key, value_scale"),
 }
 FP8_FAULTS = {
-    "scale of the first head": ("head[None, :] * stride_scale.head", "0 * head[None, :]"),
-    "scale of the first block": ("block[:, None] * stride_scale.block", "0 * block[:, None]"),
+    "scale of the first head": ("head[None, :] * stride_value_scale.head", "0 * head[None, :]"),
+    "scale of the first block": ("block[:, None] * stride_key_scale.block", "0 * block[:, None]"),
 }
 SCALE_FAULTS = {
     "not clamped": ("x > LARGEST_E4M3, LARGEST_E4M3,", "x > LARGEST_E4M3, x,"),
