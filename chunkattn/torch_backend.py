@@ -11,6 +11,7 @@ more than one run is copied together first.
 import math
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from chunkattn.kernels.arguments import AttentionArguments, ScatterArguments
@@ -100,11 +101,12 @@ def to_e4m3(rows: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
 
 def _runs(ids: torch.Tensor) -> list[tuple[int, int, int]]:
     """Runs of ids that rise by one, as ``(first id, begin, end)``; ids below 0 stand alone."""
-    if ids.numel() == 0:
+    numbers = ids.numpy(force=True)  # a quarter of torch's time for so few
+    if not len(numbers):
         return []
-    breaks = (ids[1:] != ids[:-1] + 1) | (ids[:-1] < 0)
-    begins = [0, *(breaks.nonzero().flatten() + 1).tolist()]
-    return list(zip(ids[begins].tolist(), begins, [*begins[1:], ids.numel()], strict=True))
+    breaks = (numbers[1:] != numbers[:-1] + 1) | (numbers[:-1] < 0)
+    begins = [0, *(np.flatnonzero(breaks) + 1).tolist()]
+    return list(zip(numbers[begins].tolist(), begins, [*begins[1:], len(numbers)], strict=True))
 
 
 @torch.no_grad()
