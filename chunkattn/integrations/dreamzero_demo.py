@@ -5,6 +5,7 @@ gives it what a server normally would: a process group of one, an attention back
 cross-attention, a picture to work on. Imported by the demo only; it loads vllm and vllm-omni.
 """
 
+import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,8 @@ from vllm_omni.diffusion.models.dreamzero.causal_wan_model import CausalWanModel
 from vllm_omni.experimental.ar_diffusion.kv_cache import paged_attention
 from vllm_omni.platforms import current_omni_platform
 
-from chunkattn import ops
+from chunkattn import ARDiffusionKVCache, ForwardContext
+from chunkattn.integrations.omni_op import Writes, write_attend
 from chunkattn.presets import get_preset
 
 DREAMZERO = get_preset("dreamzero_14b")
@@ -153,30 +155,25 @@ def build_model(
 
 
 class PagedOp:
-    """vllm-omni's op ``ar_diffusion_paged_write_attn``, computed by chunkattn.
+    """vllm-omni's paged-attention op on a CPU, by chunkattn from here to the end of the process."""
 
-    Registers itself as the op's CPU kernel, for the rest of the process. Every layer the op
-    writes is reported to the forward that ``bind`` named last.
-    """
-
-    def __init__(self, cache: Any, backend: str) -> None:
-        self._backend = backend
-        self._forward: Any = None
+    def __init__(self, cache: ARDiffusionKVCache, backend: str) -> None:
         self._pools = [
             (cache.flat_key_pool(layer), cache.flat_value_pool(layer))
             for layer in range(cache.num_layers)
         ]
-        self._layer_at = {keys.data_ptr(): layer for layer, (keys, _) in enumerate(self._pools)}
-        paged_attention._paged_write_attn_op.register_kernel("cpu", self._write_attend)
+        self._writes = Writes([keys for keys, _ in self._pools])
+        op = functools.partial(write_attend, backend=backend)
+        paged_attention._paged_write_attn_op.register_kernel("cpu", op)
 
-    def bind(self, forward: Any, seq_len: int) -> list[Any]:
+    def bind(self, forward: ForwardContext, seq_len: int) -> list[Any]:
         """Say which forward runs next.
 
         Returns:
             What the model takes as its ``kv_cache``: the same plan for every layer, on the
             layer's own pools. Valid until ``forward`` is closed.
         """
-        self._forward = forward
+        self._writes.forward = forward
         slots = forward.slot_mapping
         return [
             paged_attention.ARDiffusionPagedLayerInputs(
@@ -195,47 +192,6 @@ class PagedOp:
             )
             for layer, (keys, values) in enumerate(self._pools)
         ]
-
-    def _write_attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_action: Tensor | None,
-        value_action: Tensor | None,
-        key_pool: Tensor,
-        value_pool: Tensor,
-        block_size: int,
-        video_slots: Tensor,
-        action_slots: Tensor,
-        block_table: Tensor,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        max_query_len: int,
-        max_seq_len: int,
-        softmax_scale: float,
-        *staging: Any,  # of the history, on a GPU; not used here
-    ) -> Tensor:
-        """The op itself, argument for argument as vllm-omni declares it."""
-        out = torch.empty_like(query)
-        ops.write_attend(
-            query,
-            key,
-            value,
-            key_action,
-            value_action,
-            key_pool.unflatten(0, (-1, block_size)),
-            value_pool.unflatten(0, (-1, block_size)),
-            torch.cat([video_slots, action_slots]),
-            block_table,
-            seq_lens,
-            query_start_loc,
-            out,
-            softmax_scale,
-            self._backend,
-        )
-        self._forward.mark_layer_written(self._layer_at[key_pool.data_ptr()])
-        return out
 
 
 def photo_latents(geometry: Geometry, frames: int, seed: int) -> Tensor:

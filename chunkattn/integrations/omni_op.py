@@ -89,6 +89,8 @@ def write_attend(
     stage_value: Tensor | None,
     reuse_history: bool,
     stage_first_block: int,
+    *,
+    backend: str | None = None,
 ) -> Tensor:
     """Write K and V of the span and of its action rows, then attend over the table.
 
@@ -105,6 +107,7 @@ def write_attend(
         query_start_loc: ``(num_seqs + 1,)`` int32.
         seq_lens: ``(num_seqs,)`` int32, visible keys.
         softmax_scale: of the scores.
+        backend: as of `chunkattn.paged_window_attention`; None is what the deployment asks for.
 
     Returns:
         As ``query``.
@@ -121,6 +124,7 @@ def write_attend(
     if writes is not None:
         writes.check()
     has_action = k_act is not None and v_act is not None and k_act.shape[0] > 0
+    backend = backend_asked() if backend is None else backend
     out = torch.empty_like(query)
     ops.write_attend(
         query,
@@ -136,7 +140,7 @@ def write_attend(
         query_start_loc,
         out,
         softmax_scale,
-        resolve_backend(backend_asked(), query.device, query.shape[2], key_pool.dtype, block_size),
+        resolve_backend(backend, query.device, query.shape[2], key_pool.dtype, block_size),
     )
     if writes is not None:
         writes.written(key_pool)
