@@ -70,7 +70,7 @@ def checked(case: Case) -> tuple[dict[str, Run], dict[str, str]]:
     expected = case.expected()
 
     def error_of(run: Run) -> float:
-        return (run().double().cpu() - expected).abs().max().item()
+        return (run().double() - expected).abs().max().item()
 
     bound = bound_of(case.query.dtype, error_of(sdpa_contiguous(case)))
     right: dict[str, Run] = {}

@@ -9,8 +9,8 @@ from chunkattn import scatter_kv
 from chunkattn.kernels import reference
 from chunkattn.presets import ModelPreset
 
-ROWS_AT_ONCE = 512
-"""Query rows that the reference takes at once: it holds all of their scores."""
+SCORES_AT_ONCE = 1 << 26
+"""How many the reference holds at once, in float64."""
 
 
 def bound_of(dtype: torch.dtype, error_of_torch: float) -> float:
@@ -103,16 +103,16 @@ class Case:
         return rows.flatten(0, 1)[: self.kv_len]
 
     def expected(self) -> torch.Tensor:
-        """The result in float64, on the CPU."""
+        """The result in float64."""
         names = ("key_pool", "value_pool", "block_table", "seq_lens", "key_scale", "value_scale")
-        tensors = [getattr(self, name) for name in names]
-        on_cpu = [None if tensor is None else tensor.cpu() for tensor in tensors]
-        keys = reference.visible_keys(0, 1, **dict(zip(names, on_cpu, strict=True)))
-        scale = self.query.shape[-1] ** -0.5
+        keys = reference.visible_keys(0, 1, **{name: getattr(self, name) for name in names})
+        _, heads, head_size = self.query.shape
         return torch.cat(
             [
-                reference.dense_attention(rows, keys.key, keys.value, scale, torch.float64)[0]
-                for rows in self.query.cpu().split(ROWS_AT_ONCE)
+                reference.dense_attention(
+                    rows, keys.key, keys.value, head_size**-0.5, torch.float64
+                )[0]
+                for rows in self.query.split(max(1, SCORES_AT_ONCE // (heads * self.kv_len)))
             ]
         )
 

@@ -106,6 +106,10 @@ def flex_paged(case: Case) -> Run:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     num_blocks, block_size = case.key_pool.shape[:2]
+    # Inductor's tile of keys must divide a block of the mask.
+    key_tile = next((tile for tile in (128, 64, 32, 16) if block_size % tile == 0), None)
+    if key_tile is None:
+        raise Unavailable("it needs blocks of a multiple of 16 tokens")
     table, rows, query_block = case.block_table[0], case.query.shape[0], 128
     # Visible rows of each block of the pool.
     limit = torch.zeros(num_blocks, dtype=torch.int32, device=table.device)
@@ -136,9 +140,11 @@ def flex_paged(case: Case) -> Run:
     )
     attend: Any = flex_attention
     if case.query.device.type == "cuda":
+        torch._dynamo.reset()  # one case after the other would reach the limit of recompilations
         attend = torch.compile(flex_attention, dynamic=False)
     grouped = query.shape[1] != key.shape[1]
-    return lambda: attend(query, key, value, block_mask=mask, enable_gqa=grouped)[0].transpose(0, 1)
+    options = {"block_mask": mask, "enable_gqa": grouped, "kernel_options": {"BLOCK_N": key_tile}}
+    return lambda: attend(query, key, value, **options)[0].transpose(0, 1)
 
 
 # -- libraries -------------------------------------------------------------------------------------

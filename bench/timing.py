@@ -36,7 +36,7 @@ def interleaved(
     Args:
         variants: name to call.
         device: where they run; on a GPU CUDA events time them, and the L2 cache is flushed in
-            between, which also gives the host time to run ahead.
+            between; then it sleeps until the host has run ahead, so that no launch is timed.
         rounds: counted calls of each variant, at most.
         budget: seconds after which no further round begins, once there are three.
         warm: every variant has run before.
@@ -71,6 +71,7 @@ def _gpu_timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
 
     def seconds(call: Callable[[], object]) -> float:
         flush.zero_()
+        torch.cuda._sleep(2_000_000)  # cycles, about 1 ms: time for the host to run ahead
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()

@@ -20,7 +20,7 @@ from chunkattn.checks import (
     refuse,
     values_visible,
 )
-from chunkattn.ops import import_kernel, resolve_backend
+from chunkattn.ops import import_kernel, on_their_device, resolve_backend
 
 BLOCK_BACKENDS = ("auto", "torch", "triton")
 _DTYPES = (*POOL_DTYPES, torch.float8_e4m3fn)
@@ -45,12 +45,20 @@ _library.define(
 )
 
 
+def to_device(block_ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Ids from the host on the pools' device, which is not waited for."""
+    if device.type == "cpu":
+        return block_ids
+    return block_ids.pin_memory().to(device, non_blocking=True)
+
+
 def _bits(pool: torch.Tensor) -> torch.Tensor:
     """The pool as integers: they are copied bit for bit everywhere, fp8 and NaN included."""
     return pool.view(_BITS[pool.element_size()])
 
 
 @torch.library.impl(_library, "copy_blocks", "CompositeExplicitAutograd")
+@on_their_device
 @torch.no_grad()
 def _copy_blocks(
     key_pool: torch.Tensor,
@@ -69,6 +77,7 @@ def _copy_blocks(
 
 
 @torch.library.impl(_library, "swap_blocks", "CompositeExplicitAutograd")
+@on_their_device
 @torch.no_grad()
 def _swap_blocks(
     source_key: torch.Tensor,
@@ -82,7 +91,7 @@ def _swap_blocks(
     pools = [_bits(pool) for pool in (source_key, source_value, target_key, target_value)]
     if backend == "triton":
         device = next((pool.device for pool in pools if pool.is_cuda), target_key.device)
-        ids = (ids.to(device) for ids in (source_block_ids, target_block_ids))
+        ids = (to_device(ids, device) for ids in (source_block_ids, target_block_ids))
         import_kernel("blocks").copy(*pools, *ids)
         return
     # A copy of a slice with gaps goes through pageable memory: then block by block.
@@ -106,6 +115,7 @@ def _runs(sources: torch.Tensor, targets: torch.Tensor, merge: bool) -> list[lis
 
 
 @torch.library.impl(_library, "blend_blocks", "CompositeExplicitAutograd")
+@on_their_device
 @torch.no_grad()
 def _blend_blocks(
     key_pool: torch.Tensor,
@@ -132,6 +142,7 @@ def _blend_blocks(
 
 
 @torch.library.impl(_library, "clear_blocks", "CompositeExplicitAutograd")
+@on_their_device
 @torch.no_grad()
 def _clear_blocks(
     key_pool: torch.Tensor,

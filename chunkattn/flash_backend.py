@@ -215,7 +215,7 @@ def load(name: str) -> tuple[Library, ModuleType]:
     for library in LIBRARIES[name]:
         try:
             module = importlib.import_module(library.module)
-        except ImportError as error:
+        except (ImportError, OSError, RuntimeError) as error:  # built for another torch or CUDA
             reasons.append(f"{library.module}: {error}")
             continue
         version = library.vllm_version

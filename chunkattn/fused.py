@@ -23,7 +23,7 @@ from chunkattn.checks import (
     values_visible,
 )
 from chunkattn.kernels.arguments import FusedArguments, ScatterArguments
-from chunkattn.ops import import_kernel, resolve_backend
+from chunkattn.ops import import_kernel, on_their_device, resolve_backend
 
 FP8 = torch.float8_e4m3fn
 
@@ -43,6 +43,7 @@ def _triton_launch() -> Callable[..., None]:
 
 
 @torch.library.impl(_library, "norm_rope_scatter", "CompositeExplicitAutograd")
+@on_their_device
 def _norm_rope_scatter(*arguments: Any) -> None:
     launch = _torch_launch if arguments[-1] == "torch" else _triton_launch()
     launch(FusedArguments(*arguments[:-1]))

@@ -4,6 +4,7 @@ An op trusts its arguments: `functional` checks them for a caller, and a plan th
 once (`session.ForwardContext`) calls `write_attend` for every layer without a check.
 """
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -127,6 +128,22 @@ class Kernels(NamedTuple):
     tuning: ModuleType
 
 
+def on_their_device(op: Callable[..., None]) -> Callable[..., None]:
+    """Run an op on the device of its tensors: kernels are launched on the current one."""
+
+    @functools.wraps(op)
+    def guarded(*arguments: Any) -> None:
+        tensors = (x for x in arguments if isinstance(x, torch.Tensor) and x.is_cuda)
+        first = next(tensors, None)
+        with _SAME_DEVICE if first is None else torch.cuda.device(first.device):
+            op(*arguments)
+
+    return guarded
+
+
+_SAME_DEVICE = contextlib.nullcontext()
+
+
 @functools.cache
 def import_kernel(name: str) -> ModuleType:
     """A module of the kernels.
@@ -169,6 +186,7 @@ def _per_block(scale: torch.Tensor | None, pool: torch.Tensor) -> torch.Tensor |
 
 
 @torch.library.impl(_library, "scatter_kv", "CompositeExplicitAutograd")
+@on_their_device
 def _scatter_kv(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -201,6 +219,7 @@ def _scatter(rows: ScatterArguments, backend: str) -> None:
 
 
 @torch.library.impl(_library, "paged_window_attention", "CompositeExplicitAutograd")
+@on_their_device
 def _paged_window_attention(*arguments: Any) -> None:
     *tensors, backend = arguments
     inputs = AttentionArguments(*tensors)
@@ -221,6 +240,7 @@ def _attend(inputs: AttentionArguments, backend: str) -> None:
 
 
 @torch.library.impl(_library, "write_attend", "CompositeExplicitAutograd")
+@on_their_device
 def _write_attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -241,7 +261,8 @@ def _write_attend(
     current_start_loc: torch.Tensor | None = None,
 ) -> None:
     # The rows that have a slot are written and attended in their blocks, the others where they lie.
-    pairs = [(key, value), (key_extra, value_extra)]
+    has_extra = key_extra is not None and key_extra.shape[0] > 0
+    pairs = [(key, value), (key_extra, value_extra) if has_extra else (None, None)]
     num_written = slot_mapping.shape[0]
     num_pairs = 0 if num_written == 0 else 1 if num_written == key.shape[0] else 2
     if num_pairs:

@@ -173,7 +173,7 @@ class PlanBuffers:
         host[2 * _ALIGN] = paged + num_written
         if self._on_gpu:
             self._buffer.copy_(self._staging[self._turn], non_blocking=True)
-            self._copied[self._turn].record()
+            self._copied[self._turn].record(torch.cuda.current_stream(self._buffer.device))
         slot_mapping = self._slots.get(num_written)
         if slot_mapping is None:
             slot_mapping = self._buffer[self._slots_start : self._slots_start + num_written]

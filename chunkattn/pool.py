@@ -5,6 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from chunkattn.checks import POOL_DTYPES, check_int, check_tensor
+from chunkattn.window import ceil_div
+
+_ALIGN = 16
+"""Bytes that each pool's part of a host copy begins at a multiple of."""
 
 
 def compute_num_blocks(
@@ -161,7 +165,7 @@ def copy_blocks(pools: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]])
         return
     from chunkattn import block_ops
 
-    ids = torch.tensor(pairs, device=pools[0].device).T.contiguous()
+    ids = block_ops.to_device(torch.tensor(pairs).T.contiguous(), pools[0].device)
     for key, value in _layers(pools):
         block_ops.copy_blocks_op(key, value, *ids, "triton" if key.is_cuda else "torch")
 
@@ -182,22 +186,28 @@ class HostCopy:
 
     def __init__(self, pools: Sequence[torch.Tensor], block_ids: Sequence[int]) -> None:
         self.num_blocks = len(block_ids)
+        # One allocation: pinned ones take long, and torch rounds each up to a power of two.
+        num_bytes = [ceil_div(self.num_blocks * pool[0].nbytes, _ALIGN) * _ALIGN for pool in pools]
+        host = torch.empty(
+            sum(num_bytes), dtype=torch.uint8, pin_memory=bool(pools) and pools[0].is_cuda
+        )
         self._host = [
-            torch.empty(
-                (len(block_ids), *pool.shape[1:]), dtype=pool.dtype, pin_memory=pool.is_cuda
-            )
-            for pool in pools
+            part[: self.num_blocks * pool[0].nbytes]
+            .view(pool.dtype)
+            .view(self.num_blocks, *pool.shape[1:])
+            for pool, part in zip(pools, host.split(num_bytes), strict=True)
         ]
         self._swap(pools, self._host, block_ids, range(len(block_ids)))
         self._copied: torch.cuda.Event | None = None
         if pools and pools[0].is_cuda:
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(pools[0].device))
 
     def restore(self, pools: Sequence[torch.Tensor], block_ids: Sequence[int]) -> None:
         """Write the bytes into as many other blocks, in place."""
         if self._copied is not None:
-            self._copied.wait()  # for this stream, not for the host
+            # For this stream, not for the host.
+            self._copied.wait(torch.cuda.current_stream(pools[0].device))
         self._swap(self._host, pools, range(self.num_blocks), block_ids)
 
     @staticmethod

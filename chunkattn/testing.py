@@ -363,12 +363,18 @@ def baseline(case: AttentionCase) -> torch.Tensor:
             query = torch.cat([*query, ones], -1).unsqueeze(0)
             # Values as wide as keys, or torch takes another path, which rounds less.
             value = torch.nn.functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
-        out[rows] = torch.nn.functional.scaled_dot_product_attention(
-            query[0].transpose(0, 1).unsqueeze(0),
-            key.repeat_interleave(group, 1).transpose(0, 1).unsqueeze(0),
-            value.repeat_interleave(group, 1).transpose(0, 1).unsqueeze(0),
-            scale=case.scale(),
-        )[0].transpose(0, 1)[..., : out.shape[-1]]
+            if key.shape[-1] > 256:  # where that path ends on a GPU, but not on a CPU
+                query, key, value = query.cpu(), key.cpu(), value.cpu()
+        out[rows] = (
+            torch.nn.functional.scaled_dot_product_attention(
+                query[0].transpose(0, 1).unsqueeze(0),
+                key.repeat_interleave(group, 1).transpose(0, 1).unsqueeze(0),
+                value.repeat_interleave(group, 1).transpose(0, 1).unsqueeze(0),
+                scale=case.scale(),
+            )[0]
+            .transpose(0, 1)[..., : out.shape[-1]]
+            .to(out.device)
+        )
     return out
 
 

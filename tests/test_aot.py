@@ -20,11 +20,10 @@ import pytest
 from chunkattn import aot, sass
 from chunkattn.aot_budgets import BUDGETS, RECORDED, Budget, Result
 from chunkattn.presets import PRESETS
+from tests.helpers.machine import needs_triton
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
+pytestmark = needs_triton
 
 ROW = {
     "kernel": str,

@@ -4,7 +4,6 @@ Everything that a kernel must not look at is NaN, and so is `out` before the cal
 """
 
 import dataclasses
-import importlib.util
 import math
 
 import pytest
@@ -21,13 +20,10 @@ from chunkattn.testing import (
     make_case,
     run_attention,
 )
+from tests.helpers.machine import TRITON_DEVICE, needs_triton
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
 DTYPES = [
     pytest.param(torch.float32, id="fp32"),
     pytest.param(torch.float16, id="fp16"),

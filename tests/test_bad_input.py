@@ -1,6 +1,5 @@
 """What does not fit is refused by name, with what it must be and what it is; nothing is written."""
 
-import importlib.util
 import math
 import os
 import subprocess
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 import chunkattn
 from chunkattn import checks
 from chunkattn.testing import make_pools, snapshot
+from tests.helpers.machine import needs_interpreter, needs_triton
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKS, BLOCK_SIZE, KV_HEADS, HEADS, SIZE = 3, 4, 2, 4, 8
@@ -22,10 +22,7 @@ BACKENDS = [
     "torch",
     pytest.param(
         "triton",
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("triton") is None or torch.cuda.is_available(),
-            reason="needs Triton's interpreter, for tensors on the CPU",
-        ),
+        marks=needs_interpreter,
     ),
 ]
 
@@ -403,7 +400,7 @@ def test_triton_is_not_installed():
         assert "pip install triton" in line
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_triton_cannot_run_on_a_cpu():
     """Compiled kernels are refused for tensors in host memory, before anything is written."""
     for line in messages(""):

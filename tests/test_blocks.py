@@ -13,6 +13,7 @@ import torch
 
 import chunkattn
 from chunkattn.testing import LAYOUTS, make_pools, snapshot
+from tests.helpers.machine import needs_triton
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -392,7 +393,7 @@ print(json.dumps(result))
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_compiled():
     """A1: every multiply behind a pool's address has 64 bits; accesses are 16 bytes wide."""
     spec = importlib.util.spec_from_file_location(

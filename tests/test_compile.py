@@ -1,6 +1,5 @@
 """torch.compile: what it knows of the ops, what it makes of the pools, how often it compiles."""
 
-import importlib.util
 import math
 import re
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from chunkattn import block_ops, fused, ops
 from chunkattn.testing import make_case, make_pools
 from tests.helpers import processes
 from tests.helpers.fused import make_inputs
+from tests.helpers.machine import needs_vllm_omni
 from tests.helpers.rollout import HEAD_SIZE, Window, make_cache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -361,7 +361,6 @@ def test_pools_are_static_inputs():
 
 
 # -- the real model --------------------------------------------------------------------------------
-NEEDED = ("vllm", "vllm_omni", "matplotlib")
 
 
 def dreamzero(rank: int) -> tuple[float, float, int]:
@@ -371,10 +370,7 @@ def dreamzero(rank: int) -> tuple[float, float, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in NEEDED),
-    reason=f"needs {', '.join(NEEDED)}",
-)
+@needs_vllm_omni
 def test_dreamzero_blocks(tmp_path):
     """Each block of vllm-omni's transformer is one graph. Compilations are for the kinds of
     forwards (first frame, denoise, commit) and for the first layer's strides, not for a plan.

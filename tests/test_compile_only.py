@@ -5,7 +5,6 @@ that in a process of their own, because in this one Triton may be interpreting.
 """
 
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -18,11 +17,11 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.helpers.machine import needs_triton
+
 ROOT = Path(__file__).resolve().parent.parent
 GPUS = ("sm_80", "sm_90", "gfx942")
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
+pytestmark = needs_triton
 
 
 # -- the program ---------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ The runs are child processes, because the demo gives vLLM a process group and vl
 kernel. Run as a script, ``python tests/test_demo.py FOLDER``, this file is such a child.
 """
 
-import importlib.util
 import json
 import math
 import os
@@ -16,12 +15,9 @@ from typing import Any
 import pytest
 
 from chunkattn import cli, commands
+from tests.helpers.machine import needs_vllm_omni
 
 NEEDED = ("vllm", "vllm_omni", "matplotlib", "rich")
-needs_vllm_omni = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in NEEDED),
-    reason=f"needs {', '.join(NEEDED)}",
-)
 SMALL = ["--layers=2", "--heads=2", "--grid=2x3", "--quiet"]
 FRAME_TOKENS, EXTRA_TOKENS = 6, 25
 LAYER_ROW = 2 * 2 * 128 * 4  # bytes of one token's K and V: two heads of 128, float32

@@ -4,7 +4,6 @@ gloo on the CPU. The functions that the ranks run are those without ``test`` in 
 """
 
 import dataclasses
-import importlib.util
 import math
 import re
 import time
@@ -21,6 +20,7 @@ from chunkattn import functional
 from chunkattn.presets import get_preset
 from chunkattn.testing import AttentionCase, judge, make_case
 from tests.helpers import processes
+from tests.helpers.machine import needs_vllm_omni
 from tests.helpers.rollout import HEAD_SIZE, Window, make_cache
 
 POLICY = Window(sink=1, window=3)
@@ -250,11 +250,6 @@ def test_figures_of_the_page(capsys):
 
 
 # -- tensor and guidance parallel, in the real model -----------------------------------------------
-NEEDED = ("vllm", "vllm_omni", "matplotlib")
-needs_vllm_omni = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in NEEDED),
-    reason=f"needs {', '.join(NEEDED)}",
-)
 
 
 def dreamzero(rank: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import chunkattn
 from chunkattn import flash_backend, ops
 from chunkattn.flash_backend import Measured, chosen_backend
 from chunkattn.testing import check_attention, judge, make_case, run_attention
+from tests.helpers.machine import needs_vllm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -770,7 +771,7 @@ def test_on_a_gpu(name, block_size):
 
 
 # -- the fakes are like the real ones -------------------------------------------------------------
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+@needs_vllm
 def test_vllm_s_signature():
     """The installed vLLM's function begins as the fake does and takes the names that we pass."""
     root = Path(importlib.util.find_spec("vllm").origin).parent

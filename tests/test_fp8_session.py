@@ -1,19 +1,15 @@
 """Sessions over fp8 pools: half the bytes; a scale for each table entry and head goes along."""
 
-import importlib.util
-
 import pytest
 import torch
 
 from chunkattn.cross_attention import CrossAttentionSpec
 from chunkattn.policy import Retrieval, SlidingWindow
+from tests.helpers.machine import needs_interpreter
 from tests.helpers.rollout import HEAD_SIZE, TG, make_cache, one_thread, page_bytes  # noqa: F401
 
 FP8 = torch.float8_e4m3fn
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is missing"
-)
-BACKENDS = ("torch", pytest.param("triton", marks=needs_triton))
+BACKENDS = ("torch", pytest.param("triton", marks=needs_interpreter))
 
 
 def cache_of(dtype, chunk=4, block=4, **more):

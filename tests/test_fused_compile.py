@@ -5,7 +5,6 @@ process Triton may be interpreting.
 """
 
 import collections
-import importlib.util
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.machine import needs_triton
 from tests.test_compile_only import narrow_multiplies
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,9 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {"all": (880, 40, 128), "eighth": (880, 5, 128)}
 GPUS = ("sm_80", "sm_90", "sm_100")
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
+pytestmark = needs_triton
 
 
 def main() -> None:

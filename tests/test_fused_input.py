@@ -11,10 +11,9 @@ import chunkattn
 import chunkattn.fused
 from chunkattn.testing import snapshot
 from tests.helpers.fused import EPS, FP8, check, make_inputs
+from tests.helpers.machine import TRITON_DEVICE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 # -- refusals --------------------------------------------------------------------------------------

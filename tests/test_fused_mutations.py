@@ -11,16 +11,14 @@ import torch
 import chunkattn
 from chunkattn import fused
 from tests.helpers.fused import FP8, check, make_inputs
+from tests.helpers.machine import TRITON_DEVICE, needs_triton
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None, reason="triton is not installed"
-    ),
+    needs_triton,
 ]
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
-TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check_all() -> None:

@@ -9,7 +9,6 @@ watches.
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -27,9 +26,8 @@ from chunkattn.presets import PRESETS, get_preset
 from chunkattn.testing import check_scatter, judge, make_case, make_pools, run_attention
 from tests.helpers.fused import check as check_norm_rope
 from tests.helpers.fused import make_inputs
+from tests.helpers.machine import needs_triton, needs_vllm
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -268,16 +266,15 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "norm_rope": lambda device: norm_rope(SMALL, device, torch.float32),
     "blocks": lambda device: blocks(SMALL, device, torch.float16),
     "graphs": lambda device: graphs(SMALL_GATHER._replace(heads=1), device, layers=2),
+    "graphs, no action": lambda device: graphs(SMALL_GATHER._replace(extra=0), device, layers=2),
 }
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="sessions need vllm")
 needs_fp8 = pytest.mark.skipif(CAPABILITY < (8, 9), reason="no e4m3 below compute capability 8.9")
 
 
 @needs_triton
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=needs_vllm if n == "graphs" else ()) for n in CHECKS]
+    "name", [pytest.param(n, marks=needs_vllm if n.startswith("graphs") else ()) for n in CHECKS]
 )
 def test_small(name):
     """The checks below, on whatever there is."""
@@ -409,13 +406,14 @@ def test_sanitizer():
     """No access outside of an allocation."""
     root = Path(__file__).parent.parent
     environment = {"PYTHONPATH": str(root), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = ["compute-sanitizer", "--tool=memcheck", "--error-exitcode=9", sys.executable]
+    # CUDA's libraries ask the driver for functions that it may not have.
+    options = ["--tool=memcheck", "--report-api-errors=no", "--error-exitcode=9"]
     done = subprocess.run(
-        [*command, __file__],
+        ["compute-sanitizer", *options, sys.executable, __file__],
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 

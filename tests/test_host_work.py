@@ -4,7 +4,6 @@ Kernels are replaced by a note that they were launched, and the GPU by its two n
 does here what it does in front of an H100.
 """
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkattn import ARDiffusionKVCache, ARDiffusionKVConfig, Session, ops
+from tests.helpers.machine import needs_interpreter
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
+pytestmark = needs_interpreter
 KERNELS = {
     "walk": "_walk_kernel",
     "merge": "_merge_kernel",

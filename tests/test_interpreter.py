@@ -1,14 +1,13 @@
 """Triton's interpreter stands in for a GPU only if its bfloat16 is that of a GPU (E1)."""
 
-import importlib.util
 import math
 
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
+from tests.helpers.machine import needs_triton
+
+pytestmark = needs_triton
 
 
 def interpreter_guard() -> None:

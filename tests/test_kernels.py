@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import inspect
 
 import pytest
@@ -10,13 +9,14 @@ import torch
 
 from chunkattn import ops
 from chunkattn.testing import AttentionCase, check_attention, make_case, run_attention
+from tests.helpers.machine import TRITON_DEVICE as DEVICE
+from tests.helpers.machine import needs_triton
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is missing"),
+    needs_triton,
 ]
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = [pytest.param(torch.float16, id="fp16"), pytest.param(torch.bfloat16, id="bf16")]
 
 

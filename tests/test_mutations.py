@@ -24,11 +24,11 @@ from chunkattn.testing import (
     run_attention,
     with_needles,
 )
+from tests.helpers.machine import TRITON_DEVICE, needs_triton
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels"
-TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FRAME = 880
 
 
@@ -546,7 +546,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, package: Path) -> ops.Kernels:
     return kernels
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize(
     ("group", "fault"), [(group, fault) for group in FAULTS for fault in FAULTS[group][2]]
@@ -564,7 +564,7 @@ def test_kernel_fault_is_found(monkeypatch, tmp_path, group, fault):
         run_check(check, monkeypatch, kernels)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("check", sorted({check for _, check, _ in FAULTS.values()}))
 def test_kernels_without_a_fault_pass(monkeypatch, tmp_path, check):
     package = tmp_path / tmp_path.name

@@ -1,7 +1,5 @@
 """A cache without scratch: what a forward attends where the model left it, and what it writes."""
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ from chunkattn import PoolExhaustedError
 from chunkattn.ops import AttentionArguments, _attend
 from chunkattn.policy import PerLayer, SlidingWindow
 from chunkattn.testing import make_case, run_attention
+from tests.helpers.machine import needs_interpreter
 from tests.helpers.rollout import (
     HEAD_SIZE,
     TG,
@@ -18,10 +17,7 @@ from tests.helpers.rollout import (
     state,
 )
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is missing"
-)
-BACKENDS = ("torch", pytest.param("triton", marks=needs_triton))
+BACKENDS = ("torch", pytest.param("triton", marks=needs_interpreter))
 
 
 # -- the kernels ---------------------------------------------------------------------------------
@@ -31,7 +27,7 @@ BACKENDS = ("torch", pytest.param("triton", marks=needs_triton))
     [
         ("torch", 16, 0),
         *(
-            pytest.param("triton", block_size, num_programs, marks=needs_triton)
+            pytest.param("triton", block_size, num_programs, marks=needs_interpreter)
             for block_size, num_programs in ((16, 0), (80, 0), (80, 1), (80, 7))
         ),
     ],

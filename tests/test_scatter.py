@@ -1,6 +1,5 @@
 """`scatter_kv` byte by byte, and the slots that it is given."""
 
-import importlib.util
 import math
 
 import pytest
@@ -10,14 +9,11 @@ from hypothesis import strategies as st
 
 import chunkattn
 from chunkattn.testing import LAYOUTS, check_scatter, make_pools, make_rows, snapshot
+from tests.helpers.machine import TRITON_DEVICE, needs_triton
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
 
 
 def random_rows(

@@ -6,7 +6,6 @@ rotating every key in float64.
 
 import dataclasses
 import functools
-import importlib.util
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch
 import chunkattn
 from chunkattn import ops
 from chunkattn.testing import check_attention, make_case, run_attention
+from tests.helpers.machine import needs_triton
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,7 +66,7 @@ def test_segments_with_scales_and_biases(attention_target, layout):
     check_attention(case, target.backend)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is missing")
+@needs_triton
 @pytest.mark.parametrize("num_programs", (2, 5))
 def test_segments_of_a_split_launch(monkeypatch, num_programs):
     """Shares that begin and end within segments."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import math
 
@@ -13,13 +12,14 @@ from hypothesis import strategies as st
 
 from chunkattn import ops
 from chunkattn.testing import AttentionCase, check_attention, make_case, run_attention, with_needles
+from tests.helpers.machine import TRITON_DEVICE as DEVICE
+from tests.helpers.machine import needs_triton
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is missing"),
+    needs_triton,
 ]
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -14,7 +14,8 @@ import torch
 
 from chunkattn import ARDiffusionKVCache
 from chunkattn.integrations import vllm_omni as plugin
-from tests.helpers.omni import Pairs, Pipeline, bound, make_runner, needs_vllm_omni, plugged, spec
+from tests.helpers.machine import needs_vllm_omni
+from tests.helpers.omni import Pairs, Pipeline, bound, make_runner, plugged, spec
 
 TOLERANCE = 2e-5  # rounding of float32 through all layers, and no more
 

@@ -16,7 +16,8 @@ import torch
 
 from chunkattn import ARDiffusionKVCache
 from chunkattn.integrations import vllm_omni as plugin
-from tests.helpers.omni import needs_vllm_omni, plugged
+from tests.helpers.machine import needs_vllm_omni
+from tests.helpers.omni import plugged
 
 ROOT = Path(__file__).resolve().parent.parent
 

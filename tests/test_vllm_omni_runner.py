@@ -11,6 +11,7 @@ import torch
 
 from chunkattn import ARDiffusionKVCache, LifecycleError, PoolExhaustedError, StaleContextError
 from chunkattn.sizing import SCRATCH_ENV
+from tests.helpers.machine import needs_vllm_omni
 from tests.helpers.omni import (
     Pairs,
     Pipeline,
@@ -18,7 +19,6 @@ from tests.helpers.omni import (
     bound,
     forward,
     make_runner,
-    needs_vllm_omni,
     plugged,
     spec,
 )

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.omni import Pipeline, bare_runner, both, bound, forward, needs_vllm_omni, plugged
+from tests.helpers.machine import needs_vllm_omni
+from tests.helpers.omni import Pipeline, bare_runner, both, bound, forward, plugged
 from tests.helpers.omni import spec as make_spec
 
 

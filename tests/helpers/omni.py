@@ -1,21 +1,15 @@
 """vllm-omni's real runner around small pipelines, with the plug-in put in and taken out again."""
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 from chunkattn.integrations import vllm_omni as plugin
 
-needs_vllm_omni = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("vllm", "vllm_omni")),
-    reason="needs vllm and vllm_omni",
-)
 Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
 """K and V of each layer."""
 
