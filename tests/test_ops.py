@@ -1,9 +1,11 @@
 """The op that writes and attends at once, and what all ops have in common."""
 
+import contextlib
 import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import chunkattn
 from chunkattn import ops
@@ -82,3 +84,20 @@ def test_gradients_are_not_tracked(target):
     public = chunkattn.paged_window_attention(**case.arguments(), backend=target.backend)
     assert not any(tensor.requires_grad for tensor in (*arguments[5:7], arguments[11], public))
     assert torch.equal(public, arguments[11])
+
+
+def test_an_op_runs_on_the_device_of_its_tensors(monkeypatch):
+    """Triton launches on the current device, which need not be theirs."""
+    entered = []
+
+    @contextlib.contextmanager
+    def enter(device):
+        entered.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    op = ops.on_their_device(lambda *arguments: entered.append(len(arguments)))
+    with FakeTensorMode():  # tensors of GPUs that are not there
+        op(0.5, torch.empty(2), torch.empty(2, device="cuda:1"))
+    op(torch.empty(2), "torch")
+    assert entered == [torch.device("cuda", 1), 3, 2]
