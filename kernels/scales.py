@@ -39,8 +39,8 @@ def as_stored(x, scale_ptr, offset, mask, pool_ptr):
 
 
 @triton.jit
-def _row_scale(ptr, stride, row, kv_head, mask, offs_d, HEAD_SIZE: tl.constexpr):
-    """What each row by itself would be divided by, [BLOCK_T]; NaN and infinities do not count."""
+def _largest(ptr, stride, row, kv_head, mask, offs_d, HEAD_SIZE: tl.constexpr):
+    """The largest finite size in some rows of a head, a scalar; NaN and infinities do not count."""
     offset = row * stride.token + kv_head * stride.head
     x = tl.load(
         ptr + offset[:, None] + offs_d[None, :],
@@ -48,8 +48,7 @@ def _row_scale(ptr, stride, row, kv_head, mask, offs_d, HEAD_SIZE: tl.constexpr)
         other=0.0,
     ).to(tl.float32)
     size = tl.abs(x)
-    largest = tl.max(tl.where(size < float("inf"), size, 0.0), 1)
-    return tl.maximum(largest / LARGEST_E4M3, SMALLEST_SCALE)
+    return tl.max(tl.max(tl.where(size < float("inf"), size, 0.0), 1), 0)
 
 
 @triton.jit
@@ -75,46 +74,41 @@ def _block_scales_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Set one head's scales of the blocks whose first slot is written.
+    """Set one head's scales of the blocks whose first slot is that of one of ``BLOCK_T`` rows.
 
-    A scale is below 0 while its block is being looked at: one program owns a head, so nobody else
-    sees that. Work of a launch: one comparison an element. Bytes: K and V read once.
+    Work of a launch: one comparison an element. Bytes: K and V read once, and the slots once for
+    each block and head.
     """
-    kv_head = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
     num_rows = num_tokens + num_extra
-    for phase in tl.static_range(3):
-        for start in tl.range(0, num_rows, BLOCK_T):
-            row = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
-            slot = tl.load(
-                slot_mapping_ptr + row * stride_slot_mapping, mask=row < num_rows, other=-1
-            ).to(tl.int64)
-            block = slot // BLOCK_SIZE
-            written = slot >= 0
-            is_first = written & (slot % BLOCK_SIZE == 0)
-            key_scale = key_scale_ptr + block * stride_key_scale.block
-            key_scale += kv_head * stride_key_scale.head
-            value_scale = value_scale_ptr + block * stride_value_scale.block
-            value_scale += kv_head * stride_value_scale.head
-            if phase == 0:
-                tl.store(key_scale, -SMALLEST_SCALE, mask=is_first)
-                tl.store(value_scale, -SMALLEST_SCALE, mask=is_first)
-            elif phase == 1:
-                # All scales of a block change sign together.
-                is_open = tl.load(key_scale, mask=written, other=1.0, volatile=True) < 0
-                is_token = is_open & (row < num_tokens)
-                key = _row_scale(key_ptr, stride_key, row, kv_head, is_token, offs_d, HEAD_SIZE)
-                value = _row_scale(
-                    value_ptr, stride_value, row, kv_head, is_token, offs_d, HEAD_SIZE
-                )
+    for i in tl.range(0, BLOCK_T):
+        opening = tl.program_id(0).to(tl.int64) * BLOCK_T + i
+        first = tl.load(
+            slot_mapping_ptr + opening * stride_slot_mapping, mask=opening < num_rows, other=-1
+        ).to(tl.int64)
+        if (first >= 0) & (first % BLOCK_SIZE == 0):
+            key = tl.cast(0.0, tl.float32)
+            value = tl.cast(0.0, tl.float32)
+            for start in tl.range(0, num_rows, BLOCK_T):
+                row = (start + tl.arange(0, BLOCK_T)).to(tl.int64)
+                slot = tl.load(
+                    slot_mapping_ptr + row * stride_slot_mapping, mask=row < num_rows, other=-1
+                ).to(tl.int64)
+                inside = (slot >= first) & (slot < first + BLOCK_SIZE)
+                is_token = inside & (row < num_tokens)
+                more = _largest(key_ptr, stride_key, row, kv_head, is_token, offs_d, HEAD_SIZE)
+                key = tl.maximum(key, more)
+                more = _largest(value_ptr, stride_value, row, kv_head, is_token, offs_d, HEAD_SIZE)
+                value = tl.maximum(value, more)
                 if key_extra_ptr is not None:
                     extra = row - num_tokens
-                    is_extra = is_open & (extra >= 0)
-                    more = _row_scale(
+                    is_extra = inside & (extra >= 0)
+                    more = _largest(
                         key_extra_ptr, stride_key_extra, extra, kv_head, is_extra, offs_d, HEAD_SIZE
                     )
                     key = tl.maximum(key, more)
-                    more = _row_scale(
+                    more = _largest(
                         value_extra_ptr,
                         stride_value_extra,
                         extra,
@@ -124,20 +118,20 @@ def _block_scales_kernel(
                         HEAD_SIZE,
                     )
                     value = tl.maximum(value, more)
-                tl.atomic_min(key_scale, -key, mask=is_open)
-                tl.atomic_min(value_scale, -value, mask=is_open)
-            else:
-                key = tl.load(key_scale, mask=is_first, other=1.0, volatile=True)
-                value = tl.load(value_scale, mask=is_first, other=1.0, volatile=True)
-                tl.store(key_scale, -key, mask=is_first)
-                tl.store(value_scale, -value, mask=is_first)
-        tl.debug_barrier()
+            block = first // BLOCK_SIZE
+            key_offset = block * stride_key_scale.block + kv_head * stride_key_scale.head
+            value_offset = block * stride_value_scale.block + kv_head * stride_value_scale.head
+            tl.store(key_scale_ptr + key_offset, tl.maximum(key / LARGEST_E4M3, SMALLEST_SCALE))
+            tl.store(
+                value_scale_ptr + value_offset, tl.maximum(value / LARGEST_E4M3, SMALLEST_SCALE)
+            )
 
 
 def set_block_scales(rows: ScatterArguments) -> None:
     """Launch. Writes ``key_scale`` and ``value_scale`` of the blocks whose first slot is mapped."""
     num_tokens, num_kv_heads, head_size = rows.key.shape
-    _block_scales_kernel[(num_kv_heads,)](
+    num_rows, block_t = rows.slot_mapping.shape[0], 32
+    _block_scales_kernel[(triton.cdiv(num_rows, block_t), num_kv_heads)](
         rows.key,
         rows.value,
         rows.key_extra,
@@ -153,11 +147,11 @@ def set_block_scales(rows: ScatterArguments) -> None:
         EntryStrides(*strides(rows.key_scale, 2)),
         EntryStrides(*strides(rows.value_scale, 2)),
         num_tokens,
-        rows.slot_mapping.shape[0] - num_tokens,
+        num_rows - num_tokens,
         BLOCK_SIZE=rows.key_pool.shape[1],
         HEAD_SIZE=head_size,
-        BLOCK_T=32,
+        BLOCK_T=block_t,
         BLOCK_D=padded_head_size(head_size),
-        num_warps=8,
+        num_warps=4,
         enable_fp_fusion=True,
     )

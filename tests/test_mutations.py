@@ -505,15 +505,13 @@ SCALE_FAULTS = {
         "tl.math.div_rn(x.to(tl.float32), scale)",
         "x.to(tl.float32) * scale",
     ),
-    "every block opened": ("(slot % BLOCK_SIZE == 0)", "(slot % BLOCK_SIZE >= 0)"),
-    "no block opened": ("(slot % BLOCK_SIZE == 0)", "(slot % BLOCK_SIZE < 0)"),
-    "scale left open": (
-        "tl.store(key_scale, -key, mask=is_first)",
-        "tl.store(key_scale, key, mask=is_first)",
-    ),
+    "every block opened": ("(first % BLOCK_SIZE == 0)", "(first % BLOCK_SIZE >= 0)"),
+    "no block opened": ("(first % BLOCK_SIZE == 0)", "(first % BLOCK_SIZE < 0)"),
+    "blocks before counted": ("(slot >= first)", "(slot >= 0)"),
+    "blocks behind counted": ("(slot < first + BLOCK_SIZE)", "(slot >= 0)"),
     "infinity counted": ('size < float("inf")', 'size <= float("inf")'),
-    "extra rows not counted": ("key = tl.maximum(key, more)", "key = key"),
-    "K counted for V": ("tl.atomic_min(value_scale, -value", "tl.atomic_min(value_scale, -key"),
+    "extra rows not counted": ("inside & (extra >= 0)", "inside & (extra < 0)"),
+    "K counted for V": ("tl.maximum(value / LARGEST", "tl.maximum(key / LARGEST"),
 }
 # The file they are planted in, the check that must find them, and they.
 FAULTS = {
