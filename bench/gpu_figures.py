@@ -27,7 +27,7 @@ MARKERS = {"H100": "o", "H200": "s", "A100": "^", "B200": "D"}
 SHAPES = (  # of the roofline
     ("dreamzero_14b", "action rows alone", "DreamZero:\naction rows"),
     ("dreamzero_14b", "first frame, commit", "DreamZero:\nfirst frame"),
-    ("dreamzero_14b", "span 4 denoise", "DreamZero:\nfull window"),
+    ("dreamzero_14b", "span 4, denoise", "DreamZero:\nfull window"),
     ("krea_realtime_14b", "full window", "Krea\nrealtime"),
     ("longlive_2_5b", "full window", "Long-\nLive 2"),
     ("lingbot_world_720p", "full window", "LingBot\n720p"),

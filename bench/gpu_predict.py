@@ -24,6 +24,8 @@ import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cases
+
 from chunkattn.kernels.split import split_sizes
 from chunkattn.kernels.tuning import (
     GATHER_BELOW,
@@ -126,17 +128,8 @@ def calls_of(preset_name: str, block_size: int | None = None) -> list[Call]:
     preset = get_preset(preset_name)
     if preset.window_frames is None:
         raise ValueError(f"`preset` must have a window, got {preset_name!r}")
-    frame, span = preset.frame_tokens, preset.frames_per_span
-    action, full = preset.action_tokens + preset.state_tokens, preset.sink_frames
-    full += preset.window_frames
-    shapes = [("full window", span * frame + action, full * frame + action)]
-    if action:
-        ends = range(full % span + span, full + 1, span)
-        shapes = [("first frame, commit", frame, frame)]
-        for i, end in enumerate(ends, start=1):
-            shapes.append((f"span {i} denoise", span * frame + action, end * frame + action))
-            shapes.append((f"span {i} commit", span * frame, end * frame))
-        shapes.append(("action rows alone", action, full * frame + action))
+    frame, full = preset.frame_tokens, preset.sink_frames + preset.window_frames
+    shapes = [call[:3] for call in cases.calls_of(preset, preset.action_tokens > 0)]
     shapes.append(("one frame, full window", frame, full * frame))
     heads = (preset.heads, preset.kv_heads, preset.head_size)
     return [Call(*shape, block_size or frame, *heads) for shape in shapes]

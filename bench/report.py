@@ -181,8 +181,8 @@ def capacity(_rows: list[Row], budget_gib: int = 141) -> str:
             ]
         )
     sessions = f"sessions in {budget_gib} GiB"
-    header = ["model", "block", "GB a session", "pool / ideal", sessions, "with fp8"]
-    return markdown([*header, "GB read a forward"], lines)
+    header = ["model", "block", "GB per session", "pool / ideal", sessions, "with fp8"]
+    return markdown([*header, "GB read per forward"], lines)
 
 
 def compiler(_rows: list[Row]) -> str:
@@ -221,9 +221,7 @@ def model(_rows: list[Row]) -> str:
     cards = list(dict.fromkeys(row["card"] for row in found))
     times: dict[str, dict[str, str]] = {}
     for row in found:
-        if row["call"] in ("full window", "span 4 denoise") or (
-            row["preset"] == "dreamzero_14b" and "one" in row["call"]
-        ):
+        if row["call"] in FULL or (row["preset"] == "dreamzero_14b" and "one" in row["call"]):
             shape = f"{row['query_rows']} x {row['kv_rows']}"
             serial, overlapped = (1e3 * row["seconds"][b] for b in ("serial", "overlapped"))
             line = times.setdefault(f"{row['preset']}, {row['call']}, {shape}", {})

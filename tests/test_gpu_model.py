@@ -181,7 +181,7 @@ def test_no_call_beats_the_roofs(name):
 
 def test_limiter():
     """Each limit where it must be the one."""
-    full = call_of("dreamzero_14b", "span 4 denoise")
+    full = call_of("dreamzero_14b", "span 4, denoise")
     action = call_of("dreamzero_14b", "action rows alone")
 
     def limiter(card, call, split=0, bound="serial"):
@@ -257,7 +257,7 @@ def test_the_documented_errors():
 
 def test_the_row_by_hand():
     """Every result of the worked row of docs/gpu_model.md."""
-    call = call_of("dreamzero_14b", "span 4 denoise")
+    call = call_of("dreamzero_14b", "span 4, denoise")
     found = predict_call(H100, COUNTS, call)
     loops = gpu_predict.loops_of(walk_row(), tiles_of(H100, call), call)
     tiles = [
