@@ -163,7 +163,7 @@ def show(row: dict[str, Any]) -> Any:
 
 
 def main() -> int:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, rounds=7)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="dreamzero_14b")
     parser.add_argument(
         "--cycle", action="store_true", help="every forward until the window is full"

@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from chunkattn import scatter_kv
 from chunkattn.kernels import reference
@@ -18,6 +19,13 @@ def bound_of(dtype: torch.dtype, error_of_torch: float) -> float:
     is (docs/numerics.md). Rows are standard normal.
     """
     return 2e-5 if dtype == torch.float32 else 2 * error_of_torch + 1e-5
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """torch's attention over contiguous rows."""
+    rows = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(*rows, enable_gqa=grouped)[0].transpose(0, 1)
 
 
 class Call(NamedTuple):
@@ -63,7 +71,7 @@ class Case:
         block_table, seq_lens, query_start_loc: of the one sequence.
         key_scale, value_scale: of the blocks of an fp8 pool, else None.
         own_rows: the last visible rows, which the forward brought.
-        heads, kv_len: query heads, visible rows.
+        kv_len: visible rows.
     """
 
     query: torch.Tensor

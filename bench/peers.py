@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cases import Case
-from torch.nn.functional import scaled_dot_product_attention
+from cases import Case, attend
 
 import chunkattn
 from chunkattn import MissingDependencyError, flash_backend
 from chunkattn.kernels.arguments import AttentionArguments
+from chunkattn.kernels.tuning import GATHER_BELOW
 
 Run = Callable[[], torch.Tensor]
 
@@ -45,8 +45,10 @@ def ours_with(num_programs: int | None) -> Callable[[Case], Run]:
         from chunkattn.kernels.launch import multiprocessors
         from chunkattn.kernels.walk import walk
 
-        if case.key_pool.shape[1] < 64:
-            raise Unavailable("blocks under 64 tokens take the kernel that does not split")
+        if case.key_pool.shape[1] < GATHER_BELOW:
+            raise Unavailable(
+                f"blocks under {GATHER_BELOW} tokens take the kernel that does not split"
+            )
         out = torch.empty_like(case.query)
         programs = multiprocessors(case.query.device) if num_programs is None else num_programs
         inputs = AttentionArguments(
@@ -78,25 +80,19 @@ def ours_with(num_programs: int | None) -> Callable[[Case], Run]:
 
 
 # -- torch -----------------------------------------------------------------------------------------
-def _sdpa(case: Case, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    rows = (x.transpose(0, 1).unsqueeze(0) for x in (case.query, key, value))
-    grouped = case.query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(*rows, enable_gqa=grouped)[0].transpose(0, 1)
-
-
 def sdpa_contiguous(case: Case) -> Run:
     key, value = case.gathered()
-    return lambda: _sdpa(case, key, value)
+    return lambda: attend(case.query, key, value)
 
 
 def sdpa_gathered(case: Case) -> Run:
-    return lambda: _sdpa(case, *case.gathered())
+    return lambda: attend(case.query, *case.gathered())
 
 
 def sdpa_concatenated(case: Case) -> Run:
     """Upstream's way: the history and the span's own rows become one tensor in every layer."""
     past = [(rows[: -case.own_rows], rows[-case.own_rows :].clone()) for rows in case.gathered()]
-    return lambda: _sdpa(case, *(torch.cat(pair) for pair in past))
+    return lambda: attend(case.query, *(torch.cat(pair) for pair in past))
 
 
 def flex_paged(case: Case) -> Run:
@@ -138,24 +134,24 @@ def flex_paged(case: Case) -> Run:
         x.transpose(0, 1).unsqueeze(0)
         for x in (case.query, case.key_pool.flatten(0, 1), case.value_pool.flatten(0, 1))
     )
-    attend: Any = flex_attention
+    flex: Any = flex_attention
     if case.query.device.type == "cuda":
         torch._dynamo.reset()  # one case after the other would reach the limit of recompilations
-        attend = torch.compile(flex_attention, dynamic=False)
+        flex = torch.compile(flex_attention, dynamic=False)
     grouped = query.shape[1] != key.shape[1]
     options = {"block_mask": mask, "enable_gqa": grouped, "kernel_options": {"BLOCK_N": key_tile}}
-    return lambda: attend(query, key, value, **options)[0].transpose(0, 1)
+    return lambda: flex(query, key, value, **options)[0].transpose(0, 1)
 
 
 # -- libraries -------------------------------------------------------------------------------------
 def vllm_omni(case: Case) -> Run:
     """vllm-omni's paged attention: its reference on a CPU, FlashAttention on a GPU."""
     _no_fp8(case)
-    attend = _import(
+    paged = _import(
         "vllm_omni.experimental.ar_diffusion.kv_cache.paged_attention",
         "ar_diffusion_paged_attention",
     )
-    return lambda: attend(
+    return lambda: paged(
         case.query,
         case.key_pool,
         case.value_pool,
@@ -174,11 +170,11 @@ def vllm_triton(case: Case) -> Run:
     _no_fp8(case)
     if case.key_pool.shape[1] % 16:
         raise Unavailable("it needs blocks of a multiple of 16 tokens")
-    attend = _import("vllm.v1.attention.ops.triton_unified_attention", "unified_attention")
+    unified = _import("vllm.v1.attention.ops.triton_unified_attention", "unified_attention")
     out = torch.empty_like(case.query)
 
     def run() -> torch.Tensor:
-        attend(
+        unified(
             q=case.query,
             k=case.key_pool,
             v=case.value_pool,

@@ -116,11 +116,15 @@ def share_of_roof(
 
 
 # -- results ---------------------------------------------------------------------------------------
-def arguments(doc: str, rounds: int = 7) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have."""
+def arguments(doc: str, rounds: int | None = None) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have; with ``rounds``, of those that time calls
+    in turn.
+    """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=rounds, help="timed calls of each variant")
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds a case, about")
+    if rounds is not None:
+        text = "timed calls of each variant"
+        parser.add_argument("--rounds", type=int, default=rounds, help=text)
+        parser.add_argument("--budget", type=float, default=20.0, help="seconds a case, about")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print rows, not tables")
     parser.add_argument(

@@ -6,8 +6,7 @@ Every way takes the same rows and gives the same outputs; they differ in what th
 from typing import Any, NamedTuple
 
 import torch
-from cases import bound_of
-from torch.nn.functional import scaled_dot_product_attention
+from cases import attend, bound_of
 
 from chunkattn import ARDiffusionKVCache, ARDiffusionKVConfig, ForwardContext, scatter_kv
 from chunkattn.kernels.reference import dense_attention
@@ -70,13 +69,6 @@ class Rows(NamedTuple):
     value: torch.Tensor
     action_key: torch.Tensor | None
     action_value: torch.Tensor | None
-
-
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """torch's attention over contiguous rows."""
-    rows = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    grouped = query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(*rows, enable_gqa=grouped)[0].transpose(0, 1)
 
 
 class Concat:
