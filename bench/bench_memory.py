@@ -96,8 +96,7 @@ def measure(name: str, preset: ModelPreset, seed: int) -> dict[str, Any]:
     geometry = geometry_of(preset, preset.layers, 1, torch.float32, device)
     geometry = geometry._replace(head_size=HEAD_SIZE, kv_heads=1)
     denoise = preset.denoise_forwards or preset.denoise_steps or DENOISE_STEPS
-    full = -(-(geometry.sink_chunks + geometry.window_chunks) // geometry.span_chunks)
-    fill = rollout_of(geometry, full + 1, 0)
+    fill = rollout_of(geometry, geometry.spans_to_fill + 1, 0)
     span = rollout_of(geometry, 1, denoise)[-denoise - 1 :]
     buffers = {step.kind: rows_of(geometry, step) for step in fill + span}
     scale = preset.kv_heads * preset.head_size * ITEMSIZE[preset.dtype] / (HEAD_SIZE * 4)

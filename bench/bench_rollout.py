@@ -179,8 +179,8 @@ def main() -> int:
                 torch.bfloat16 if on_gpu else torch.float32,
                 device,
             )
-            full = -(-(geometry.sink_chunks + geometry.window_chunks) // geometry.span_chunks)
-            steps = rollout_of(geometry, args.spans or full + 2, args.denoise_steps)
+            spans = args.spans or geometry.spans_to_fill + 2
+            steps = rollout_of(geometry, spans, args.denoise_steps)
             for sessions in args.sessions:
                 row = measure(name, geometry, steps, sessions, args)
                 record(row, args, show(row))

@@ -46,9 +46,7 @@ def ours_with(num_programs: int | None) -> Callable[[Case], Run]:
         from chunkattn.kernels.walk import walk
 
         if case.key_pool.shape[1] < GATHER_BELOW:
-            raise Unavailable(
-                f"blocks under {GATHER_BELOW} tokens take the kernel that does not split"
-            )
+            raise Unavailable(f"blocks under {GATHER_BELOW} tokens are not split")
         out = torch.empty_like(case.query)
         programs = multiprocessors(case.query.device) if num_programs is None else num_programs
         inputs = AttentionArguments(

@@ -34,6 +34,11 @@ class Geometry(NamedTuple):
         return self.chunk * self.span_chunks
 
     @property
+    def spans_to_fill(self) -> int:
+        """Spans after which the window is full."""
+        return -(-(self.sink_chunks + self.window_chunks) // self.span_chunks)
+
+    @property
     def most_history(self) -> int:
         """Chunks that stay after a commit: sink and window less the next span."""
         return self.sink_chunks + self.window_chunks - self.span_chunks
