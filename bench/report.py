@@ -87,7 +87,26 @@ def attention(rows: list[Row]) -> str:
         ]
 
     header = ["model, call", "queries x keys", "block", "K/V", "of the roof", *names, "MB copied"]
-    return markdown(header, map(line, found))
+    return markdown(header, map(line, found)) + _beside_vllm_omni(found)
+
+
+def _beside_vllm_omni(rows: list[Row], name: str = "vllm-omni") -> str:
+    """What the roof says about the ratio to a reference, and what that is in the models' dtype."""
+    by_dtype: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["call"] in FULL and name in row["ratio"]:
+            by_dtype.setdefault(row["dtype"], []).append(row)
+    if {"float32", "bfloat16"} - set(by_dtype):
+        return ""
+    shares = sorted(row["share_of_roof"][name] for row in by_dtype["float32"])
+    share = shares[len(shares) // 2]
+    ratios = (f"{row['ratio'][name]:.0f} ({row['preset']})" for row in by_dtype["bfloat16"])
+    return (
+        f"\nIn float32 the median share of the roof of {name}'s reference is {share:.2f} in full "
+        f"windows, so what keeps below the roof is at most {1 / share:.1f} times as fast. "
+        f"In bfloat16, in which the models run, it takes {' and '.join(ratios)} times as long as "
+        "ours.\n"
+    )
 
 
 def scatter(rows: list[Row]) -> str:
