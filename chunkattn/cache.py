@@ -86,6 +86,7 @@ class ARDiffusionKVCache(Requests):
 
     default_scratch_blocks = DEFAULT_SCRATCH_BLOCKS
 
+    @torch.inference_mode(False)  # what is made in inference mode is of no use outside of it
     def __init__(
         self,
         config: ARDiffusionKVConfig,
@@ -430,6 +431,8 @@ class ARDiffusionKVCache(Requests):
         """
         from chunkattn.session import Session
 
+        if not isinstance(session_id, str):
+            raise TypeError(f"`session_id` must be a str, got {session_id!r}")
         if adapters and len(adapters) != self.local_branches:
             raise ValueError(
                 f"`adapters` must be one for each of {self.local_branches} local branches, got "
@@ -485,6 +488,7 @@ class ARDiffusionKVCache(Requests):
         return self._views[layer_idx]
 
     def _check_layer(self, layer: int, name: str = "layer") -> None:
+        check_int(name, layer)
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"`{name}` must be from 0 to {self.num_layers - 1}, got {layer}")
 

@@ -22,6 +22,13 @@ def check_int(name: str, number: Any, least: int | None = None) -> None:
         raise refuse(name, f"be at least {least}", number)
 
 
+def check_fraction(fraction: Any) -> None:
+    if not isinstance(fraction, numbers.Real):
+        raise TypeError(f"`gpu_memory_fraction` must be a number, got {fraction!r}")
+    if not 0.0 < float(fraction) <= 1.0:
+        raise refuse("gpu_memory_fraction", "be in (0, 1]", fraction)
+
+
 def check_tensor(
     name: str, tensor: Any, dims: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
 ) -> None:

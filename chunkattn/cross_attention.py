@@ -282,7 +282,8 @@ class NamedCrossAttention:
             self._let_go(place)
         if place not in self._filled:
             shape = (self._num_layers, 2, spec.length, spec.num_kv_heads, self._head_size)
-            pool = torch.empty(shape, dtype=self._dtype, device=self._device)
+            with torch.inference_mode(False):  # a later fill may be outside of it
+                pool = torch.empty(shape, dtype=self._dtype, device=self._device)
             self._filled[place] = _Filled(pool)
         return self._filled[place]
 

@@ -13,6 +13,7 @@ from chunkattn.checks import (
     check_shape,
     check_softmax_scale,
     check_tensor,
+    check_writable,
 )
 from chunkattn.errors import LifecycleError, StaleContextError
 from chunkattn.ops import write_attend
@@ -55,41 +56,48 @@ class ForwardContext:
         self.num_chunks = seq_len // session.cache.spec.chunk_size
         self._side = branch
         self._num_layers = session.cache.num_layers
+        self._plans: tuple[Plan, ...] = ()
         self._written: set[int] = set()
         self._borrows = False
 
     # -- what was planned ------------------------------------------------------------------------
     @property
+    def _first_plan(self) -> Plan:
+        if not self._plans:
+            self._check_usable()
+        return self._plans[0]
+
+    @property
     def block_table(self) -> torch.Tensor:
-        return self._plans[0].block_table
+        return self._first_plan.block_table
 
     @property
     def seq_lens(self) -> torch.Tensor:
-        return self._plans[0].seq_lens
+        return self._first_plan.seq_lens
 
     @property
     def query_start_loc(self) -> torch.Tensor:
-        return self._plans[0].query_start_loc
+        return self._first_plan.query_start_loc
 
     @property
     def slot_mapping(self) -> torch.Tensor:
-        return self._plans[0].slot_mapping
+        return self._first_plan.slot_mapping
 
     @property
     def kv_len(self) -> int:
-        return self._plans[0].kv_len
+        return self._first_plan.kv_len
 
     @property
     def history_block_ids(self) -> list[int]:
-        return self._plans[0].history_block_ids
+        return self._first_plan.history_block_ids
 
     @property
     def span_block_ids(self) -> list[int]:
-        return self._plans[0].span_block_ids
+        return self._first_plan.span_block_ids
 
     @property
     def action_block_ids(self) -> list[int]:
-        return self._plans[0].action_block_ids
+        return self._first_plan.action_block_ids
 
     @property
     def table_block_size(self) -> int:
@@ -175,8 +183,8 @@ class ForwardContext:
     def _check_usable(self) -> None:
         if self._side.open_forward is not self:
             raise StaleContextError(
-                f"this forward on branch {self.branch} of session {self.session.session_id!r} has "
-                "ended, or its session was reset or closed"
+                f"this forward on branch {self.branch} of session {self.session.session_id!r} is "
+                "not open: it has not begun or has ended, or its session was reset or closed"
             )
 
     def _plan(self) -> tuple[Plan, ...]:
@@ -350,15 +358,18 @@ class ForwardContext:
         """The plan of a layer: the forward's own attributes are those of the first view's layers,
         and a policy with per-layer windows has others.
         """
-        if self._side.open_forward is not self or not 0 <= layer < self._num_layers:
+        if self._side.open_forward is not self or not self._has(layer):
             self._refuse(layer)
         return self._side.plan_of_layer[layer]
 
     def mark_layer_written(self, layer: int) -> None:
         """Say that another op than ours wrote a layer's K and V to ``slot_mapping``."""
-        if self._side.open_forward is not self or not 0 <= layer < self._num_layers:
+        if self._side.open_forward is not self or not self._has(layer):
             self._refuse(layer)
         self._written.add(layer)
+
+    def _has(self, layer: int) -> bool:
+        return type(layer) is int and 0 <= layer < self._num_layers
 
     def _refuse(self, layer: int) -> None:
         self._check_usable()
@@ -377,7 +388,7 @@ class ForwardContext:
     ) -> None:
         """What only the call can know: that the tensors have the planned rows and fit the pool."""
         cache = self.session.cache
-        if not 0 <= layer < self._num_layers:
+        if not self._has(layer):
             cache._check_layer(layer)
         if not cache.table_pools:
             raise LifecycleError("the cache was built without tensors (device=None)")
@@ -401,6 +412,8 @@ class ForwardContext:
         _check_fit("query", query, shape, cache.query_dtypes, device)
         if out is not None:
             _check_fit("out", out, shape, (query.dtype,), device)
+            if not out.is_contiguous():
+                check_writable(out=out)
         if softmax_scale is not None:
             check_softmax_scale(softmax_scale)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from chunkattn.checks import POOL_DTYPES, check_int, check_tensor
+from chunkattn.checks import INDEX_DTYPES, POOL_DTYPES, check_fraction, check_int, check_tensor
 from chunkattn.window import ceil_div
 
 _ALIGN = 16
@@ -26,8 +26,7 @@ def compute_num_blocks(
     """
     if page_size_bytes <= 0:
         raise ValueError(f"`page_size_bytes` must be positive, got {page_size_bytes}")
-    if not 0.0 < gpu_memory_fraction <= 1.0:
-        raise ValueError(f"`gpu_memory_fraction` must be in (0, 1], got {gpu_memory_fraction}")
+    check_fraction(gpu_memory_fraction)
     return max(0, int(available_bytes * gpu_memory_fraction) // page_size_bytes)
 
 
@@ -82,6 +81,8 @@ def chunk_slot_mapping(
     """Slots of the chunk in flight: positions ``[num_computed_tokens, num_computed_tokens +
     chunk_size)``.
     """
+    check_int("num_computed_tokens", num_computed_tokens, 0)
+    check_int("chunk_size", chunk_size, 1)
     positions = torch.arange(num_computed_tokens, num_computed_tokens + chunk_size)
     return compute_slot_mapping(block_ids, positions, block_size)
 
@@ -112,6 +113,10 @@ def allocate_kv_pool_with_views(
         and the flat ``keys[layer]``, ``values[layer]`` of ``(num_blocks * block_size,
         num_kv_heads, head_dim)``.
     """
+    sizes = (num_blocks, block_size, num_layers, num_kv_heads, head_dim)
+    names = ("num_blocks", "block_size", "num_layers", "num_kv_heads", "head_dim")
+    for name, size in zip(names, sizes, strict=True):
+        check_int(name, size, 1)
     views, keys, values = [], [], []
     for _ in range(num_layers):
         flats = []
@@ -150,6 +155,7 @@ def pool_write_chunk(
         check_tensor(name, new, (4,), POOL_DTYPES)
         if new.shape[0] < 1:
             raise ValueError(f"`{name}` must have a batch of at least 1, got {tuple(new.shape)}")
+    check_tensor("slot_mapping", slot_mapping, (1,), INDEX_DTYPES)
     scatter_kv(new_k[0], new_v[0], k_pool, v_pool, slot_mapping.to(k_pool.device))
 
 

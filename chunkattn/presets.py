@@ -129,6 +129,8 @@ def _preset(table: Any, base: ModelPreset | None) -> ModelPreset:
     if unknown := sorted(set(table) - set(every)):
         raise ValueError(f"a key must be one of {', '.join(every)}, got `{unknown[0]}`")
     values = (asdict(base) if base else {}) | table
+    if "heads" in values:
+        values.setdefault("kv_heads", values["heads"])
     for name, field in every.items():
         if name not in values and field.default is MISSING:
             raise ValueError(f"`{name}` must be given for a new model, got no such key")

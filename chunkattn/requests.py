@@ -8,6 +8,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from chunkattn.checks import check_int
 from chunkattn.errors import LifecycleError, PoolExhaustedError
 from chunkattn.integrity import check_integrity
 from chunkattn.manager import (
@@ -107,6 +108,7 @@ class Requests:
         """
         if request_id in self._adapters:
             raise LifecycleError(f"`request_id` must be new, got {request_id!r}, which is live")
+        check_int("prefill_prefix_tokens", prefill_prefix_tokens)
         if prefill_prefix_tokens < 0:
             raise ValueError(
                 f"`prefill_prefix_tokens` must not be negative, got {prefill_prefix_tokens}"
@@ -161,6 +163,7 @@ class Requests:
             LifecycleError: the request has ended.
             PoolExhaustedError: too few free blocks; nothing was allocated.
         """
+        check_int("num_tokens", num_tokens)
         if num_tokens <= 0:
             raise ValueError(f"`num_tokens` must be positive, got {num_tokens}")
         self._check_live(adapter)

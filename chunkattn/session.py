@@ -41,7 +41,6 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 
 from chunkattn.branch import Branch
@@ -63,6 +62,7 @@ class Session:
     A session is used by one thread at a time; different sessions by different threads.
     """
 
+    @torch.inference_mode(False)  # as the cache
     def __init__(
         self,
         cache: "ARDiffusionKVCache",
@@ -160,7 +160,8 @@ class Session:
         cache = self.cache
         adapters = self._adapters()
         position = max(adapter.completed_chunks for adapter in adapters)
-        if not isinstance(num_chunks, int | np.integer) or not 0 <= num_chunks <= position:
+        check_int("num_chunks", num_chunks)
+        if not 0 <= num_chunks <= position:
             raise ValueError(f"`num_chunks` must be from 0 to {position}, got {num_chunks}")
         targets = [min(a.completed_chunks, position - int(num_chunks)) for a in adapters]
         for adapter, target in zip(adapters, targets, strict=True):

@@ -2,10 +2,11 @@
 
 import logging
 import os
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from chunkattn.capacity import capacity
-from chunkattn.checks import check_int, refuse
+from chunkattn.checks import check_fraction, check_int
 from chunkattn.config import ARDiffusionKVConfig
 from chunkattn.policy import Policy
 from chunkattn.pool import compute_num_blocks
@@ -135,6 +136,9 @@ def check_policy(policy: Policy, num_layers: int, span_chunks: int) -> None:
 
 def checked_window(config: ARDiffusionKVConfig, num_frame_per_block: int) -> int:
     """The config's ``window_chunks``, after every check that needs the config alone."""
+    # vllm-omni's own will do.
+    if not all(hasattr(config, field.name) for field in fields(ARDiffusionKVConfig)):
+        raise TypeError(f"`config` must be an ARDiffusionKVConfig, got {type(config).__name__}")
     if not config.enable:
         raise ValueError(
             "`config` must be enabled (ARDiffusionKVConfig(enable=True, ...)), got a disabled one"
@@ -148,8 +152,7 @@ def checked_window(config: ARDiffusionKVConfig, num_frame_per_block: int) -> int
         ("num_frame_per_block", num_frame_per_block, 1),
     ):
         check_int(name, number, least)
-    if not 0.0 < config.gpu_memory_fraction <= 1.0:
-        raise refuse("gpu_memory_fraction", "be in (0, 1]", config.gpu_memory_fraction)
+    check_fraction(config.gpu_memory_fraction)
     if config.window_chunks < num_frame_per_block:
         raise ValueError(
             f"`window_chunks` must hold the span of {num_frame_per_block} chunks, got "

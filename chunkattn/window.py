@@ -40,6 +40,8 @@ def chunk_window_skipped_tokens(
         sink_chunks: chunks that never leave.
         reset_at_boundary: everything but the sink leaves at each chunk boundary.
     """
+    if chunk_size < 1:
+        raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}")
     sink = sink_chunks * chunk_size
     if reset_at_boundary:
         return max(0, num_computed_tokens // chunk_size * chunk_size - sink)

@@ -10,6 +10,7 @@ import torch
 from chunkattn import (
     ARDiffusionKVCache,
     PoolExhaustedError,
+    compute_num_blocks,
 )
 from chunkattn.policy import HardReset
 from chunkattn.sizing import DEFAULT_SCRATCH_BLOCKS, SCRATCH_ENV
@@ -357,3 +358,24 @@ def test_scratch_ids_are_bounded():
         cache.scratch_block_ids(False, -1, 1)
     with pytest.raises(ValueError, match="`start` and `count` must not be negative, got 0 and -1"):
         cache.scratch_block_ids(False, 0, -1)
+
+
+@pytest.mark.parametrize("config", ({"enable": True}, "window"))
+def test_what_is_no_config(config):
+    with pytest.raises(TypeError, match="^`config` must be an ARDiffusionKVConfig, got "):
+        make_cache(config=config)
+
+
+def test_a_fraction_is_a_number():
+    with pytest.raises(TypeError, match="^`gpu_memory_fraction` must be a number, got 'x'"):
+        make_cache(config=make_config(gpu_memory_fraction="x"))
+    with pytest.raises(TypeError, match="^`gpu_memory_fraction` must be a number, got 'x'"):
+        compute_num_blocks(1 << 20, "x", 1)
+
+
+@pytest.mark.parametrize("session_id", (["x"], None, 3))
+def test_a_session_id_is_a_string(session_id):
+    cache = make_cache()
+    with pytest.raises(TypeError, match="^`session_id` must be a str, got "):
+        cache.open_session(session_id)
+    cache.open_session("a")

@@ -8,6 +8,7 @@ import torch
 from chunkattn import (
     allocate_kv_pool_with_views,
     chunk_slot_mapping,
+    chunk_window_skipped_tokens,
     compute_num_blocks,
     compute_slot_mapping,
     pool_write_chunk,
@@ -239,3 +240,18 @@ def test_arguments(function, arguments):
     parameters = inspect.signature(function).parameters.values()
     assert [p.name for p in parameters] == arguments.split()
     assert all(p.default is p.empty for p in parameters)
+
+
+def test_the_pool_functions_name_what_is_wrong():
+    with pytest.raises(ValueError, match="^`chunk_size` must be at least 1, got -4"):
+        chunk_slot_mapping([5, 2], 4, -4, 4)
+    with pytest.raises(ValueError, match="^`num_computed_tokens` must be at least 0, got -1"):
+        chunk_slot_mapping([5, 2], -1, 4, 4)
+    pools, rows = torch.zeros(2, 8, 1, 8), torch.zeros(1, 4, 1, 8)
+    with pytest.raises(TypeError, match="^`slot_mapping` must be a torch.Tensor, got list"):
+        pool_write_chunk(*pools, rows, rows, [0, 1, 2, 3])
+    with pytest.raises(ValueError, match="^`num_blocks` must be at least 1, got -1"):
+        allocate_kv_pool_with_views(-1, 4, 1, 1, 8, torch.float32, torch.device("cpu"))
+    window = {"sliding_window": 4, "sink_chunks": 0, "reset_at_boundary": False}
+    with pytest.raises(ValueError, match="^`chunk_size` must be at least 1, got 0"):
+        chunk_window_skipped_tokens(8, chunk_size=0, **window)

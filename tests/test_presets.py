@@ -155,3 +155,10 @@ def test_commands_and_benchmarks_see_the_file(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(f"chunkattn: {path}: [mine]: a key must be one of layers, ")
+
+
+def test_kv_heads_are_those_of_the_queries_where_a_new_model_says_nothing(tmp_path):
+    path = tmp_path / "mine.toml"
+    sizes = "layers = 2\nheads = 4\nhead_size = 8\nframe_tokens = 6\nframes_per_span = 1\n"
+    path.write_text(f"[mine]\n{sizes}")
+    assert read_presets(path, {})["mine"].kv_heads == 4

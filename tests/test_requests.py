@@ -346,3 +346,18 @@ def test_check_integrity_finds(tamper, message):
     tamper(cache, a, b)
     with pytest.raises(ChunkAttnError, match=message):
         cache.check_integrity()
+
+
+@pytest.mark.parametrize("number", (2.5, "4", None))
+def test_what_is_no_number_of_tokens_changes_nothing(number):
+    """The blocks that vLLM had handed out before it failed were nobody's."""
+    cache = make_cache()
+    adapter = cache.begin_request("r")
+    before = state(cache)
+    with pytest.raises(TypeError, match="^`num_tokens` must be an integer, got "):
+        cache.allocate_token_slots(adapter, number)
+    with pytest.raises(TypeError, match="^`prefill_prefix_tokens` must be an integer, got "):
+        cache.begin_request("p", prefill_prefix_tokens=number)
+    assert state(cache) == before
+    cache.check_integrity()
+    cache.begin_request("p")

@@ -7,7 +7,13 @@ import re
 import pytest
 import torch
 
-from chunkattn import ForwardContext, LifecycleError, Session, StaleContextError
+from chunkattn import (
+    CrossAttentionSpec,
+    ForwardContext,
+    LifecycleError,
+    Session,
+    StaleContextError,
+)
 from tests.helpers.rollout import (
     TG,
     Rollout,
@@ -408,3 +414,65 @@ def test_abort_is_what_an_exception_does():
     with pytest.raises(StaleContextError):
         fwd.mark_layer_written(1)
     fwd.abort()  # a no-op
+
+
+# -- refusals found by a reviewer ------------------------------------------------------------------
+@pytest.mark.parametrize("layer", (0.5, 1.0, "0", None))
+def test_a_layer_is_an_integer(layer):
+    """F1: else a commit passed with a layer that nobody wrote, marked as "0.5"."""
+    rollout = start(layers=2)
+    with rollout.open() as fwd:
+        before = state(rollout.cache)
+        for use in (
+            lambda: fwd.mark_layer_written(layer),
+            lambda: fwd.layer_plan(layer),
+            lambda: fwd.write_attend(layer, rows(4), rows(4), rows(4)),
+            lambda: rollout.cache.key_cache(layer),
+        ):
+            with pytest.raises(TypeError, match=r"^`layer(_idx)?` must be an integer, got "):
+                use()
+        assert fwd.missing_layers == [0, 1]
+        assert state(rollout.cache) == before
+
+
+def test_an_out_without_memory_is_refused_before_the_write():
+    rollout = start()
+    with rollout.open(commit=True) as fwd:
+        before = state(rollout.cache)
+        with pytest.raises(ValueError, match="^`out` must have memory for every element, got "):
+            fwd.write_attend(0, *(rows(4) for _ in range(3)), out=rows(1).expand(4, 1, 8))
+        assert state(rollout.cache) == before
+        rollout.write(fwd)
+
+
+def test_a_forward_that_has_not_begun_has_no_plan():
+    forward = start().open()
+    for name in ("block_table", "kv_len", "slot_mapping", "history_block_ids"):
+        with pytest.raises(StaleContextError, match="is not open"):
+            getattr(forward, name)
+
+
+@pytest.mark.parametrize("number", (1.0, "1", None))
+def test_rollback_by_what_is_no_integer(number):
+    rollout = start(3)
+    before = state(rollout.cache)
+    with pytest.raises(TypeError, match="^`num_chunks` must be an integer, got "):
+        rollout.session.rollback(number)
+    assert state(rollout.cache) == before
+
+
+@pytest.mark.parametrize("made, used", ((True, False), (False, True), (True, True)))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float8_e4m3fn))
+def test_inference_mode(made, used, dtype):
+    """A tensor made in inference mode could not be written outside of it."""
+    named, text = {"text": CrossAttentionSpec(3, 2)}, [rows(3, 2)]
+    with torch.inference_mode(made):
+        cache = make_cache(layers=1, dtype=dtype, cross_attention=named)
+        session = cache.open_session("a")
+        session.fill_cross_attention("text", text, text)
+    with torch.inference_mode(used):
+        session.fill_cross_attention("text", text, text)
+        for commit in (False, True):
+            with session.forward(seq_len=4, commit=commit) as fwd:
+                fwd.write_attend(0, rows(4), rows(4), rows(4))
+    assert session.adapter().completed_chunks == 1
