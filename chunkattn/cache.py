@@ -58,7 +58,8 @@ class ARDiffusionKVCache(Requests):
         cross_attn_img_length: image tokens of it; 0 for none.
         device: where the pools lie; None keeps the books without tensors.
         local_branches: guidance branches that run on this rank, 1 or 2.
-        num_frame_per_block: chunks of a span.
+        num_frame_per_block: chunks of a span. A forward may bring more, up to the window; the
+            smallest pool has room for this many, so one that is longer may find it exhausted.
         max_scratch_tokens_per_branch: action and state tokens of a forward.
         scratch: reserve scratch blocks, into which action rows and the span of a denoise forward
             are written. Without them these rows are attended where the model left them.

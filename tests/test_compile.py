@@ -336,7 +336,9 @@ def test_compiled_commit_needs_every_layer():
 
 
 def test_sessions_that_take_turns():
-    """With more than one session a lock orders them, which no graph can hold: it breaks there."""
+    """They share scratch, which a lock orders, and no graph can hold it: it breaks there. Without
+    scratch there is no lock.
+    """
     results = []
     for call in (whole_model, torch.compile(whole_model, backend="eager")):
         session = make_cache(layers=LAYERS, session_capacity=2).open_session("a")
@@ -348,6 +350,13 @@ def test_sessions_that_take_turns():
     whole = torch.compile(whole_model, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="lock"):
         rollout(session, whole, [1], 0)
+    more = {"scratch": False, "memory_budget_bytes": 1 << 20}
+    results = []
+    for call in (whole_model, whole):
+        session = make_cache(layers=LAYERS, session_capacity=2, **more).open_session("a")
+        results.append(rollout(session, call, [1], 0))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
 
 
 def test_pools_are_static_inputs():

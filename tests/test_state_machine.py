@@ -1,7 +1,6 @@
 """Random walks over sessions, against a model in plain Python of which token is where.
 
-Caches with scratch and without, in float32 and fp8, 10,000 steps in all; ``CHUNKATTN_STEPS`` sets another
-number.
+Caches with scratch and without, in float32 and fp8: 10,000 steps in all, or ``CHUNKATTN_STEPS``.
 """
 
 import contextlib
