@@ -297,9 +297,9 @@ class ForwardContext:
         Without scratch a denoise forward writes nothing, and a commit forward the span.
 
         torch.compile traces it into one op without a graph break, unless sessions share scratch
-        (``session_capacity`` above 1): a lock orders them. Where each block is a graph of its own, a layer's
-        number would compile once a layer: hand `layer_plan` and ``cache.table_pools[layer]`` to
-        `ops.write_attend` there, and call `mark_layer_written`.
+        (``session_capacity`` above 1): a lock orders them. Where each block is a graph of its own,
+        a layer's number would compile once a layer: hand `layer_plan` and
+        ``cache.table_pools[layer]`` to `ops.write_attend` there, and call `mark_layer_written`.
 
         Args:
             layer: the layer, from 0.
