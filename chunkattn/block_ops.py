@@ -45,11 +45,11 @@ _library.define(
 )
 
 
-def to_device(block_ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Ids from the host on the pools' device, which is not waited for."""
-    if device.type == "cpu":
-        return block_ids
-    return block_ids.pin_memory().to(device, non_blocking=True)
+def to_device(integers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Block ids or slots on the pools' device, which is not waited for."""
+    if integers.device == device or device.type == "cpu":
+        return integers.to(device)
+    return integers.pin_memory().to(device, non_blocking=True)
 
 
 def _bits(pool: torch.Tensor) -> torch.Tensor:

@@ -149,6 +149,7 @@ def pool_write_chunk(
         new_v: as ``new_k``.
         slot_mapping: ``(chunk_size,)`` int32 or int64.
     """
+    from chunkattn.block_ops import to_device
     from chunkattn.functional import scatter_kv
 
     for name, new in (("new_k", new_k), ("new_v", new_v)):
@@ -156,7 +157,8 @@ def pool_write_chunk(
         if new.shape[0] < 1:
             raise ValueError(f"`{name}` must have a batch of at least 1, got {tuple(new.shape)}")
     check_tensor("slot_mapping", slot_mapping, (1,), INDEX_DTYPES)
-    scatter_kv(new_k[0], new_v[0], k_pool, v_pool, slot_mapping.to(k_pool.device))
+    slots = to_device(slot_mapping, k_pool.device)
+    scatter_kv(new_k[0], new_v[0], k_pool, v_pool, slots)
 
 
 def copy_blocks(pools: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
