@@ -2,7 +2,6 @@
 and K, rotary embedding, and the write of K and V into the pool.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,15 +36,10 @@ _library.define(
 
 
 # -- backends --------------------------------------------------------------------------------------
-def _triton_launch() -> Callable[..., None]:
-    launch: Callable[..., None] = import_kernel("fused").fused
-    return launch
-
-
 @torch.library.impl(_library, "norm_rope_scatter", "CompositeExplicitAutograd")
 @on_their_device
 def _norm_rope_scatter(*arguments: Any) -> None:
-    launch = _torch_launch if arguments[-1] == "torch" else _triton_launch()
+    launch = _torch_launch if arguments[-1] == "torch" else import_kernel("fused").fused
     launch(FusedArguments(*arguments[:-1]))
 
 
