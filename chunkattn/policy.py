@@ -67,7 +67,7 @@ class Policy:
 
     def view_of(self, layer: int) -> int:
         """The group of a layer, an index into `views`."""
-        return 0
+        return self.layers[layer] if self.layers else 0
 
 
 @dataclass(frozen=True)
@@ -347,9 +347,6 @@ class PerLayer(Policy):
 
     def views(self) -> tuple[Policy, ...]:
         return self.windows
-
-    def view_of(self, layer: int) -> int:
-        return self.layers[layer]
 
 
 def _check_least(least: int, **numbers: int) -> None:

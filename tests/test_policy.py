@@ -155,6 +155,19 @@ def test_layers_with_windows_of_their_own(chunk, block):
         f.layer_plan(3)
 
 
+def test_groups_of_layers_are_what_a_policy_says_they_are():
+    """Of a policy of one's own, `layers` was checked, and then every layer saw the first view."""
+
+    class Mine(SlidingWindow):
+        layers = (0, 1)
+
+        def views(self):
+            return (SlidingWindow(1), self)
+
+    rollout = start(Mine(4), layers=2, window=4)
+    assert rollout.cache.view_of_layer == [0, 1]
+
+
 # -- retrieval ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(("chunk", "block"), RELATIONS)
 @pytest.mark.parametrize("branches", [1, 2])
