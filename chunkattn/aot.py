@@ -15,6 +15,7 @@ import torch
 
 from chunkattn import sass
 from chunkattn.aot_launch import Launch, Shape, capability, launch
+from chunkattn.kernels.tuning import GATHER_BELOW, padding_waste
 from chunkattn.presets import ModelPreset, get_preset
 
 
@@ -58,9 +59,8 @@ def compile_walk(
     """
     num_programs = 132 if split else 0
     found = launch("walk", arch, shape, descriptors=descriptors, num_programs=num_programs)[0]
-    sizes = found.constants
-    tail_rows = shape.block_size % sizes["BLOCK_N"]
-    full, tail = shape.block_size >= sizes["BLOCK_N"], tail_rows > 0
+    block_n, tail_n = found.constants["BLOCK_N"], found.constants["TAIL_N"]
+    full, tail = shape.block_size >= block_n, shape.block_size % block_n > 0
     variants = {
         "pointers": descriptors is False,
         "split": split,
@@ -73,7 +73,7 @@ def compile_walk(
         shape,
         found,
         ["full"] * full + ["tail"] * tail + ["rest"] * (2 if shape.every_path else 1),
-        (sizes["TAIL_N"] - tail_rows) / shape.block_size if tail else 0.0,
+        padding_waste(shape.block_size, block_n, tail_n),
     )
 
 
@@ -107,7 +107,6 @@ def jobs(archs: Sequence[str], presets: Sequence[str]) -> list[Callable[[], Row]
     Where vLLM is installed, its kernel is compiled for the same shapes. A job can be pickled.
     """
     from chunkattn import aot_vllm
-    from chunkattn.kernels.tuning import GATHER_BELOW
 
     # Models of one block size and one grouping of heads share their kernels.
     found: dict[Any, Callable[[], Row]] = {}
