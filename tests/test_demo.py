@@ -23,7 +23,7 @@ FRAME_TOKENS, EXTRA_TOKENS = 6, 25
 LAYER_ROW = 2 * 2 * 128 * 4  # bytes of one token's K and V: two heads of 128, float32
 
 
-# ------------------------------------------------------------------------------------- children
+# -- children --------------------------------------------------------------------------------------
 def broken(folder: Path) -> None:
     """Break the kernel in one way after the other; write the exit status of each run."""
     import torch
@@ -131,7 +131,7 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-# ---------------------------------------------------------------------------------------- tests
+# -- tests -----------------------------------------------------------------------------------------
 @pytest.mark.slow
 @needs_vllm_omni
 @pytest.mark.parametrize(("backend", "steps"), [("torch", 2), ("triton", 1)])
