@@ -61,9 +61,9 @@ def broken(folder: Path) -> None:
 
 def forgotten(folder: Path) -> None:
     """An op that writes nothing must not be able to commit."""
-    from chunkattn.integrations import dreamzero_demo
+    from chunkattn.integrations import omni_op
 
-    dreamzero_demo.write_attend = lambda query, *_, **__: query.clone()
+    omni_op.write_attend = lambda query, *_: query.clone()
     try:
         cli.main(["demo", *SMALL, "--cycles=1", f"--out={folder}"])
     except Exception as error:
