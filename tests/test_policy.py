@@ -19,15 +19,9 @@ from chunkattn.policy import (
 )
 from chunkattn.window import common, count, merged, runs, whole_block_gaps
 from tests.helpers.frames import assert_as_fresh, forward, play
-from tests.helpers.rollout import (
-    RELATIONS,
-    TG,
-    Rollout,
-    Window,
-    make_cache,
-    one_thread,  # noqa: F401
-    state,
-)
+from tests.helpers.rollout import RELATIONS, TG, Rollout, Window, make_cache, state
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def start(
