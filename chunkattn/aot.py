@@ -15,21 +15,8 @@ import torch
 
 from chunkattn import sass
 from chunkattn.aot_launch import Launch, Shape, capability, launch
+from chunkattn.kernels.tuning import GATHER_BELOW, padding_waste
 from chunkattn.presets import ModelPreset, get_preset
-
-ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
-SHARED_KIB = {
-    "sm_80": 163,
-    "sm_86": 99,
-    "sm_89": 99,
-    "sm_90": 227,
-    "sm_100": 227,
-    "sm_120": 99,
-    "gfx942": 64,
-}
-"""Shared memory of one program: CUDA C++ Programming Guide, "Technical Specifications per Compute
-Capability"; the LDS of a CDNA 3 compute unit.
-"""
 
 
 @dataclasses.dataclass
@@ -72,9 +59,8 @@ def compile_walk(
     """
     num_programs = 132 if split else 0
     found = launch("walk", arch, shape, descriptors=descriptors, num_programs=num_programs)[0]
-    sizes = found.constants
-    tail_rows = shape.block_size % sizes["BLOCK_N"]
-    full, tail = shape.block_size >= sizes["BLOCK_N"], tail_rows > 0
+    block_n, tail_n = found.constants["BLOCK_N"], found.constants["TAIL_N"]
+    full, tail = shape.block_size >= block_n, shape.block_size % block_n > 0
     variants = {
         "pointers": descriptors is False,
         "split": split,
@@ -87,7 +73,7 @@ def compile_walk(
         shape,
         found,
         ["full"] * full + ["tail"] * tail + ["rest"] * (2 if shape.every_path else 1),
-        (sizes["TAIL_N"] - tail_rows) / shape.block_size if tail else 0.0,
+        padding_waste(shape.block_size, block_n, tail_n),
     )
 
 
@@ -105,7 +91,7 @@ def compile_merge(arch: str, shape: Shape) -> Row:
     return row_of("merge", arch, shape, found._replace(constants=sizes), [])
 
 
-def compile_mover(kernel: str, arch: str, shape: Shape) -> Row:
+def compile_mover(arch: str, shape: Shape, *, kernel: str) -> Row:
     """Compile a kernel that only moves rows, by its name in `aot_launch.CALLS`, or
     ``"block_scales"``; errors as `compile_walk`.
     """
@@ -121,17 +107,17 @@ def jobs(archs: Sequence[str], presets: Sequence[str]) -> list[Callable[[], Row]
     Where vLLM is installed, its kernel is compiled for the same shapes. A job can be pickled.
     """
     from chunkattn import aot_vllm
-    from chunkattn.kernels.tuning import GATHER_BELOW
 
     # Models of one block size and one grouping of heads share their kernels.
     found: dict[Any, Callable[[], Row]] = {}
 
     def add(job: Callable[..., Row], arch: str, shape: Shape, **options: Any) -> None:
-        heads = shape.num_heads // shape.num_kv_heads
-        if job is compile_mover:  # of all heads
-            heads = shape.num_kv_heads
-        key = (job, arch, dataclasses.replace(shape, num_heads=heads, num_kv_heads=1, num_tokens=0))
-        found.setdefault((*key, *options.items()), functools.partial(job, arch, shape, **options))
+        alike = dataclasses.replace(shape, num_tokens=0)
+        if job is not compile_mover:  # which is of all heads
+            heads = shape.num_heads // shape.num_kv_heads
+            alike = dataclasses.replace(alike, num_heads=heads, num_kv_heads=1)
+        key = (job, arch, alike, *options.items())
+        found.setdefault(key, functools.partial(job, arch, shape, **options))
 
     for arch, preset in itertools.product(archs, presets):
         shape = shape_of(get_preset(preset))
@@ -150,7 +136,7 @@ def jobs(archs: Sequence[str], presets: Sequence[str]) -> list[Callable[[], Row]
             add(compile_gather, arch, dataclasses.replace(shape, block_size=16), wide=wide)
         movers = ("scatter", "fused", "copy", "blend", "clear")
         for kernel in (*movers, *(["block_scales"] * has_e4m3(arch))):
-            add(functools.partial(compile_mover, kernel), arch, shape)
+            add(compile_mover, arch, shape, kernel=kernel)
         if aot_vllm.is_installed():
             add(aot_vllm.compile_vllm, arch, shape)
     return list(found.values())

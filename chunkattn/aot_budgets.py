@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from chunkattn import aot, aot_vllm, sass
-from chunkattn.aot import ARCHS, Row
+from chunkattn.aot import Row
 from chunkattn.aot_launch import Shape, launch
 
 
@@ -76,7 +76,7 @@ BUDGETS = (
     ),
     *(
         Budget("scatter", arch, 880, False, what, 0)
-        for arch in ARCHS
+        for arch in sass.ARCHS
         for what in ("stack", "narrow accesses")
     ),
     *(Budget("walk", "sm_90", block, False, "padding", most) for block, most in _PADDING.items()),
@@ -138,7 +138,7 @@ def _compile(kernel: str, arch: str, block_size: int, every_path: bool) -> tuple
         loads, _, stores, narrow = sass.accesses(code)
         # Two tensors are written and, with the extra rows, four are read; slots one by one.
         narrow += 2 * stores - loads
-        return aot.compile_mover(kernel, arch, shape), narrow
+        return aot.compile_mover(arch, shape, kernel=kernel), narrow
     if kernel.startswith("gather"):
         return aot.compile_gather(arch, shape, wide=kernel == "gather64"), 0
     descriptors = False if kernel == "walk_pointers" else None

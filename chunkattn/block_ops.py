@@ -326,8 +326,7 @@ def clear_blocks(
     torch.ops.chunkattn.clear_blocks(key_pool, value_pool, ids, float(value), backend)
 
 
-# ----------------------------------------------------------------------------------------------
-# checks
+# -- checks ----------------------------------------------------------------------------------------
 def _check_pools(
     key_pool: Any,
     value_pool: Any,

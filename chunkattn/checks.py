@@ -41,8 +41,20 @@ def check_tensor(
     if tensor.dtype not in dtypes:
         names = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise TypeError(f"`{name}` must have one of the dtypes {names}, got {tensor.dtype}")
-    if tensor.dim() >= 3 and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+    if tensor.dim() >= 3:
+        check_dense(name, tensor)
+
+
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel():
         raise refuse(name, "have stride 1 in its last dimension", f"strides {tensor.stride()}")
+
+
+def check_both(**pair: Any) -> None:
+    """Both are given, or neither."""
+    missing = [name for name, given in pair.items() if given is None]
+    if len(missing) == 1:
+        raise refuse(missing[0], "be given together with its partner", None)
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...], because: str) -> None:

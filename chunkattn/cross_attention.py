@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkattn.checks import POOL_DTYPES, check_shape, check_tensor
+from chunkattn.checks import POOL_DTYPES, check_both, check_shape, check_tensor
 from chunkattn.errors import LifecycleError
 
 
@@ -61,11 +61,9 @@ class CrossAttention:
             (("k", "v"), self._text, k, v),
             (("k_img", "v_img"), self._image, k_img, v_img),
         ):
-            if key is None and value is None:
-                continue
+            check_both(**{names[0]: key, names[1]: value})
             if key is None or value is None:
-                missing = names[0] if key is None else names[1]
-                raise ValueError(f"`{missing}` must be given together with its partner, got None")
+                continue
             if not half:
                 raise ValueError(
                     f"`{names[0]}` must be None: the cache has no such pool, got a tensor"

@@ -28,8 +28,7 @@ _MAX_HEAD_SIZE = 256
 _ALIGNMENT = 16  # bytes that the libraries load at once
 
 
-# ----------------------------------------------------------------------------------------------
-# the choice of "auto"
+# -- the choice of "auto" --------------------------------------------------------------------------
 class Measured(NamedTuple):
     """One result: ``backend`` was the fastest from this many query rows on."""
 
@@ -76,8 +75,7 @@ def auto_backend(
     return name
 
 
-# ----------------------------------------------------------------------------------------------
-# the libraries
+# -- the libraries ---------------------------------------------------------------------------------
 Result = tuple[torch.Tensor, torch.Tensor]  # out, and lse as (num_heads, num_tokens)
 
 
@@ -227,8 +225,7 @@ def load(name: str) -> tuple[Library, ModuleType]:
     )
 
 
-# ----------------------------------------------------------------------------------------------
-# checks
+# -- checks ----------------------------------------------------------------------------------------
 def check(
     name: str,
     device: torch.device,
@@ -295,8 +292,7 @@ def _check_aligned(name: str, **tensors: torch.Tensor | None) -> None:
             )
 
 
-# ----------------------------------------------------------------------------------------------
-# attention
+# -- attention -------------------------------------------------------------------------------------
 @torch.no_grad()
 def attend(name: str, inputs: AttentionArguments) -> None:
     """`chunkattn.kernels.walk.walk` by a library of ``name``, for one segment. No host sync.

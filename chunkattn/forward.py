@@ -18,7 +18,7 @@ from chunkattn.checks import (
 from chunkattn.errors import LifecycleError, StaleContextError
 from chunkattn.ops import write_attend
 from chunkattn.plan import Extent, Plan
-from chunkattn.window import Runs, common, runs
+from chunkattn.window import Runs, common, runs, union
 
 if TYPE_CHECKING:
     from chunkattn.session import Session
@@ -259,8 +259,8 @@ class ForwardContext:
         if side.replaying is not None:
             seen = [common(visible, resident) for visible in seen]
         elif adapter.retrieved:
-            shown = adapter.retrieved
-            seen = [common(runs([*(c for run in v for c in run), *shown]), resident) for v in seen]
+            shown = runs(adapter.retrieved)
+            seen = [common(union(visible, shown), resident) for visible in seen]
         for visible in seen:
             cache.check_resident(adapter, visible)
         return seen

@@ -9,6 +9,7 @@ from chunkattn.checks import (
     INDEX_DTYPES,
     POOL_DTYPES,
     check_block_bias,
+    check_both,
     check_device,
     check_key_value,
     check_pools,
@@ -174,7 +175,7 @@ def paged_window_attention(
         )
     num_tokens, num_heads, _ = query.shape[-3:]
     check_shape("query", query, (*query.shape[:-1], head_size), "the last is the pool's head size")
-    if num_kv_heads == 0 or num_heads == 0 or num_heads % num_kv_heads:
+    if num_heads == 0 or num_heads % num_kv_heads:
         raise refuse(
             "query", f"have a multiple of the pool's {num_kv_heads} K/V heads", f"{num_heads} heads"
         )
@@ -193,9 +194,7 @@ def paged_window_attention(
         check_start_loc("query_start_loc", query_start_loc, num_seqs)
     elif num_seqs > 1:
         raise refuse("query_start_loc", f"be given for {num_seqs} sequences", None)
-    if (key_current is None) != (value_current is None):
-        missing = "key_current" if key_current is None else "value_current"
-        raise refuse(missing, "be given together with its partner", None)
+    check_both(key_current=key_current, value_current=value_current)
     if key_current is not None and value_current is not None:
         check_key_value("_current", key_current, value_current, num_kv_heads, head_size)
         if key_current.dtype != query.dtype:

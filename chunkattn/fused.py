@@ -2,7 +2,6 @@
 and K, rotary embedding, and the write of K and V into the pool.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from chunkattn import torch_backend
 from chunkattn.checks import (
     INDEX_DTYPES,
     POOL_DTYPES,
+    check_both,
+    check_dense,
     check_device,
     check_key_value,
     check_pools,
@@ -37,15 +38,10 @@ _library.define(
 
 
 # -- backends --------------------------------------------------------------------------------------
-def _triton_launch() -> Callable[..., None]:
-    launch: Callable[..., None] = import_kernel("fused").fused
-    return launch
-
-
 @torch.library.impl(_library, "norm_rope_scatter", "CompositeExplicitAutograd")
 @on_their_device
 def _norm_rope_scatter(*arguments: Any) -> None:
-    launch = _torch_launch if arguments[-1] == "torch" else _triton_launch()
+    launch = _torch_launch if arguments[-1] == "torch" else import_kernel("fused").fused
     launch(FusedArguments(*arguments[:-1]))
 
 
@@ -215,19 +211,16 @@ def norm_rope_scatter(
         if weight is not None:
             check_tensor(name, weight, (1,), POOL_DTYPES)
             check_shape(name, weight, (heads * head_size,), "one for each element of a token")
-            _check_dense(name, weight)
-    if (cos is None) != (sin is None):
-        raise refuse("cos" if cos is None else "sin", "be given together with its partner", None)
+            check_dense(name, weight)
+    check_both(cos=cos, sin=sin)
     for name, table in (("cos", cos), ("sin", sin)):
         if table is not None:
             check_tensor(name, table, (2,), (torch.float32,))
             if head_size % 2:
                 raise refuse(name, f"be None for an odd head size, {head_size}", "a tensor")
             check_shape(name, table, (num_tokens, head_size // 2), "one angle a token and pair")
-            _check_dense(name, table)
-    if (sum_squares is None) != (tp_size is None):
-        missing = "tp_size" if tp_size is None else "sum_squares"
-        raise refuse(missing, "be given together with its partner", None)
+            check_dense(name, table)
+    check_both(sum_squares=sum_squares, tp_size=tp_size)
     if sum_squares is not None:
         if query_weight is None or key_weight is None:
             raise refuse("sum_squares", "be None without both weights", "a tensor")
@@ -312,9 +305,3 @@ def rope_tables(*freqs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     table = torch.cat([part.reshape(-1, part.shape[-1]) for part in freqs])
     return table.real.float().contiguous(), table.imag.float().contiguous()
-
-
-# -- checks ----------------------------------------------------------------------------------------
-def _check_dense(name: str, tensor: torch.Tensor) -> None:
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel():
-        raise refuse(name, "have stride 1 in its last dimension", f"strides {tensor.stride()}")

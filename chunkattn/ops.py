@@ -10,7 +10,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -43,8 +43,7 @@ _library.define(
 )
 
 
-# ----------------------------------------------------------------------------------------------
-# backends
+# -- backends --------------------------------------------------------------------------------------
 def resolve_backend(
     backend: str,
     device: torch.device,
@@ -81,7 +80,7 @@ def resolve_backend(
     if backend in flash_backend.NAMES:
         flash_backend.check(backend, device, head_size, dtype, block_size)
     if backend == "triton":
-        if device.type == "cpu" and not _triton_kernels().walk.is_interpreted():
+        if device.type == "cpu" and not import_kernel("walk").is_interpreted():
             raise ValueError(
                 "`backend` must be 'torch' for tensors on the CPU (or set TRITON_INTERPRET=1 "
                 "before the first import of triton), got 'triton'"
@@ -119,15 +118,6 @@ def _say_torch_is_used() -> None:
     logger.info("chunkattn: the tensors are on the CPU, using the torch backend")
 
 
-class Kernels(NamedTuple):
-    """The modules of the triton backend."""
-
-    scatter: ModuleType
-    walk: ModuleType
-    gather: ModuleType
-    tuning: ModuleType
-
-
 def on_their_device(op: Callable[..., None]) -> Callable[..., None]:
     """Run an op on the device of its tensors: kernels are launched on the current one."""
 
@@ -159,17 +149,9 @@ def import_kernel(name: str) -> ModuleType:
         ) from error
 
 
-@functools.cache
-def _triton_kernels() -> Kernels:
-    return Kernels(*map(import_kernel, Kernels._fields))
-
-
 def _attention_kernel(block_size: int) -> Callable[..., None]:
-    kernels = _triton_kernels()
-    if block_size < kernels.tuning.GATHER_BELOW:
-        launch: Callable[..., None] = kernels.gather.gather
-    else:
-        launch = kernels.walk.walk
+    name = "gather" if block_size < import_kernel("tuning").GATHER_BELOW else "walk"
+    launch: Callable[..., None] = getattr(import_kernel(name), name)
     return launch
 
 
@@ -214,7 +196,7 @@ def _scatter_kv(
 def _scatter(rows: ScatterArguments, backend: str) -> None:
     if backend in flash_backend.NAMES:  # these only attend
         backend = _default_backend(rows.key_pool.device.type)
-    launch = torch_backend.scatter if backend == "torch" else _triton_kernels().scatter.scatter
+    launch = torch_backend.scatter if backend == "torch" else import_kernel("scatter").scatter
     launch(rows)
 
 

@@ -7,7 +7,7 @@ kernel changes with it. A new one is a class with `visible`, `kept` and ``capaci
 import sys
 from dataclasses import dataclass, field
 
-from chunkattn.window import Runs, common, count, merged, runs, visible_history
+from chunkattn.window import Runs, common, count, merged, runs, union, visible_history
 
 
 class Policy:
@@ -67,7 +67,7 @@ class Policy:
 
     def view_of(self, layer: int) -> int:
         """The group of a layer, an index into `views`."""
-        return 0
+        return self.layers[layer] if self.layers else 0
 
 
 @dataclass(frozen=True)
@@ -238,10 +238,10 @@ class PinnedChunks(_Around):
         return self.inner.capacity_chunks + len(set(self.pinned))
 
     def visible(self, resident: Runs, span: range) -> Runs:
-        return _union(self.inner.visible(resident, span), self._before(span.start))
+        return union(self.inner.visible(resident, span), self._before(span.start))
 
     def kept(self, resident: Runs, span: range) -> Runs:
-        return _union(self.inner.kept(resident, span), self._before(span.stop))
+        return union(self.inner.kept(resident, span), self._before(span.stop))
 
     def views(self) -> tuple[Policy, ...]:
         return tuple(
@@ -340,20 +340,13 @@ class PerLayer(Policy):
         return min(window.longest_span for window in self.windows)
 
     def visible(self, resident: Runs, span: range) -> Runs:
-        return _union(*(window.visible(resident, span) for window in self.windows))
+        return union(*(window.visible(resident, span) for window in self.windows))
 
     def kept(self, resident: Runs, span: range) -> Runs:
-        return _union(*(window.kept(resident, span) for window in self.windows))
+        return union(*(window.kept(resident, span) for window in self.windows))
 
     def views(self) -> tuple[Policy, ...]:
         return self.windows
-
-    def view_of(self, layer: int) -> int:
-        return self.layers[layer]
-
-
-def _union(*many: Runs) -> Runs:
-    return runs(chunk for some in many for run in some for chunk in run)
 
 
 def _check_least(least: int, **numbers: int) -> None:

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+"""The targets that kernels are compiled for unless others are named."""
+
 _MMA = re.compile(r"HGMMA|HMMA|UTCHMMA|v_mfma|v_wmma")
 _TMA = re.compile(r"UTMALDG")
 _ASYNC_COPY = re.compile(r"LDGSTS|\w+_load_\w+_lds|\w+_load_lds_")

@@ -329,11 +329,15 @@ def run_attention(case: AttentionCase, backend: str) -> tuple[torch.Tensor, torc
     assert result[0] is out
     for buffer, old in zip(case.buffers, before, strict=True):
         assert torch.equal(snapshot(buffer), old), "the pools changed"
-    whole = torch.as_strided(out, (out.untyped_storage().nbytes() // out.itemsize,), (1,), 0)
-    rest = whole.clone()
-    rest.as_strided(out.shape, out.stride(), out.storage_offset()).fill_(math.nan)
-    assert rest.isnan().all(), "something was written beside `out`"
+    assert_nan_beside("out", out)
     return result
+
+
+def assert_nan_beside(name: str, rows: torch.Tensor) -> None:
+    """The memory of `make_rows` is still NaN where ``rows`` are not."""
+    whole = rows.as_strided((rows.untyped_storage().nbytes() // rows.itemsize,), (1,), 0).clone()
+    whole.as_strided(rows.shape, rows.stride(), rows.storage_offset()).fill_(math.nan)
+    assert whole.isnan().all(), f"something was written beside `{name}`"
 
 
 def snapshot(tensor: torch.Tensor) -> torch.Tensor:

@@ -100,6 +100,11 @@ def merged(ranges: Iterable[range]) -> Runs:
     return tuple(found)
 
 
+def union(*many: Runs) -> Runs:
+    """What is in any of them."""
+    return runs(chunk for some in many for run in some for chunk in run)
+
+
 def common(a: Runs, b: Runs) -> Runs:
     """What two `Runs` have in common."""
     found = []
@@ -110,17 +115,6 @@ def common(a: Runs, b: Runs) -> Runs:
             if start < stop:
                 found.append(range(start, stop))
     return tuple(found)
-
-
-def within(chunks: Runs, runs: Runs) -> bool:
-    """Whether every one of ``chunks`` is in ``runs``."""
-    for x in chunks:
-        for y in runs:
-            if y.start <= x.start and x.stop <= y.stop:
-                break
-        else:
-            return False
-    return True
 
 
 def count(chunks: Iterable[range]) -> int:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import strides
+from .arguments import BlockStrides, strides
 from .tuning import scatter_tile
 
 
@@ -40,18 +40,10 @@ def _copy_kernel(
     value_pool_ptr,
     source_ids_ptr,
     target_ids_ptr,
-    stride_source_key_block,
-    stride_source_key_slot,
-    stride_source_key_head,
-    stride_source_value_block,
-    stride_source_value_slot,
-    stride_source_value_head,
-    stride_key_block,
-    stride_key_slot,
-    stride_key_head,
-    stride_value_block,
-    stride_value_slot,
-    stride_value_head,
+    stride_source_key,
+    stride_source_value,
+    stride_key,
+    stride_value,
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -66,19 +58,19 @@ def _copy_kernel(
     slot, head, dim, mask = _tile(BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE, BLOCK_T, BLOCK_C)
     source = tl.load(source_ids_ptr + tl.program_id(0)).to(tl.int64)
     target = tl.load(target_ids_ptr + tl.program_id(0)).to(tl.int64)
-    source_key = source * stride_source_key_block + slot * stride_source_key_slot
-    source_value = source * stride_source_value_block + slot * stride_source_value_slot
-    target_key = target * stride_key_block + slot * stride_key_slot
-    target_value = target * stride_value_block + slot * stride_value_slot
+    source_key = source * stride_source_key.block + slot * stride_source_key.slot
+    source_value = source * stride_source_value.block + slot * stride_source_value.slot
+    target_key = target * stride_key.block + slot * stride_key.slot
+    target_value = target * stride_value.block + slot * stride_value.slot
     # [BLOCK_T, BLOCK_C]
     key = tl.load(
-        source_key_ptr + source_key + head * stride_source_key_head + dim, mask=mask, other=0
+        source_key_ptr + source_key + head * stride_source_key.head + dim, mask=mask, other=0
     )
     value = tl.load(
-        source_value_ptr + source_value + head * stride_source_value_head + dim, mask=mask, other=0
+        source_value_ptr + source_value + head * stride_source_value.head + dim, mask=mask, other=0
     )
-    tl.store(key_pool_ptr + target_key + head * stride_key_head + dim, key, mask=mask)
-    tl.store(value_pool_ptr + target_value + head * stride_value_head + dim, value, mask=mask)
+    tl.store(key_pool_ptr + target_key + head * stride_key.head + dim, key, mask=mask)
+    tl.store(value_pool_ptr + target_value + head * stride_value.head + dim, value, mask=mask)
 
 
 @triton.jit
@@ -89,12 +81,8 @@ def _blend_kernel(
     target_ids_ptr,
     keep,
     weight,
-    stride_key_block,
-    stride_key_slot,
-    stride_key_head,
-    stride_value_block,
-    stride_value_slot,
-    stride_value_head,
+    stride_key,
+    stride_value,
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -110,12 +98,12 @@ def _blend_kernel(
     source = tl.load(source_ids_ptr + tl.program_id(0)).to(tl.int64)
     target = tl.load(target_ids_ptr + tl.program_id(0)).to(tl.int64)
     # [BLOCK_T, BLOCK_C]
-    key_ptrs = key_pool_ptr + slot * stride_key_slot + head * stride_key_head + dim
-    value_ptrs = value_pool_ptr + slot * stride_value_slot + head * stride_value_head + dim
-    new_key = tl.load(key_ptrs + source * stride_key_block, mask=mask, other=0.0)
-    new_value = tl.load(value_ptrs + source * stride_value_block, mask=mask, other=0.0)
-    key_ptrs += target * stride_key_block
-    value_ptrs += target * stride_value_block
+    key_ptrs = key_pool_ptr + slot * stride_key.slot + head * stride_key.head + dim
+    value_ptrs = value_pool_ptr + slot * stride_value.slot + head * stride_value.head + dim
+    new_key = tl.load(key_ptrs + source * stride_key.block, mask=mask, other=0.0)
+    new_value = tl.load(value_ptrs + source * stride_value.block, mask=mask, other=0.0)
+    key_ptrs += target * stride_key.block
+    value_ptrs += target * stride_value.block
     old_key = tl.load(key_ptrs, mask=mask, other=0.0)
     old_value = tl.load(value_ptrs, mask=mask, other=0.0)
     key = keep * old_key.to(tl.float32) + weight * new_key.to(tl.float32)
@@ -130,12 +118,8 @@ def _clear_kernel(
     value_pool_ptr,
     block_ids_ptr,
     bits,
-    stride_key_block,
-    stride_key_slot,
-    stride_key_head,
-    stride_value_block,
-    stride_value_slot,
-    stride_value_head,
+    stride_key,
+    stride_value,
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -148,8 +132,8 @@ def _clear_kernel(
     """
     slot, head, dim, mask = _tile(BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE, BLOCK_T, BLOCK_C)
     block = tl.load(block_ids_ptr + tl.program_id(0)).to(tl.int64)
-    key = block * stride_key_block + slot * stride_key_slot + head * stride_key_head + dim
-    value = block * stride_value_block + slot * stride_value_slot + head * stride_value_head + dim
+    key = block * stride_key.block + slot * stride_key.slot + head * stride_key.head + dim
+    value = block * stride_value.block + slot * stride_value.slot + head * stride_value.head + dim
     tl.store(key_pool_ptr + key, bits.to(key_pool_ptr.dtype.element_ty), mask=mask)
     tl.store(value_pool_ptr + value, bits.to(value_pool_ptr.dtype.element_ty), mask=mask)
 
@@ -187,7 +171,7 @@ def copy(
     checked.
     """
     pools = (source_key, source_value, target_key, target_value)
-    steps = [stride for pool in pools for stride in strides(pool, 3)]
+    steps = [BlockStrides(*strides(pool, 3)) for pool in pools]
     _launch(_copy_kernel, target_key, target_ids.shape[0], *pools, source_ids, target_ids, *steps)
 
 
@@ -209,8 +193,8 @@ def blend(
         target_ids,
         1 - weight,
         weight,
-        *strides(key_pool, 3),
-        *strides(value_pool, 3),
+        BlockStrides(*strides(key_pool, 3)),
+        BlockStrides(*strides(value_pool, 3)),
     )
 
 
@@ -228,6 +212,6 @@ def clear(
         value_pool,
         block_ids,
         bits,
-        *strides(key_pool, 3),
-        *strides(value_pool, 3),
+        BlockStrides(*strides(key_pool, 3)),
+        BlockStrides(*strides(value_pool, 3)),
     )

@@ -22,7 +22,7 @@ from .arguments import (
 from .primitives import LOG2E
 from .tuning import WalkTiles, padded_head_size
 
-arch_of = functools.cache(find_arch)
+arch_of = functools.cache(find_arch)  # which torch.compile may trace: it knows no caches
 
 
 @functools.cache

@@ -133,10 +133,10 @@ def split_programs(num_tiles: int, num_multiprocessors: int) -> int:
     return num_multiprocessors if busy < _BUSY_ENOUGH else 0
 
 
-def padding_waste(block_size: int, tiles: WalkTiles) -> float:
+def padding_waste(block_size: int, block_n: int, tail_n: int) -> float:
     """Keys that `walk` computes over keys that are visible, less one, in whole blocks."""
-    tail_rows = block_size % tiles.block_n
-    return (tiles.tail_n - tail_rows) / block_size if tail_rows else 0.0
+    tail_rows = block_size % block_n
+    return (tail_n - tail_rows) / block_size if tail_rows else 0.0
 
 
 def scatter_tile(num_columns: int) -> tuple[int, int]:

@@ -1,6 +1,5 @@
 """Where the tests run: on a GPU if there is one, else kernels run in Triton's interpreter."""
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,13 +11,14 @@ import hypothesis
 import pytest
 import torch
 
-HAS_GPU = torch.cuda.is_available()
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+from tests.helpers.machine import TRITON_DEVICE, has, needs_triton
+
+HAS_GPU = TRITON_DEVICE == "cuda"
 
 if not HAS_GPU:
     # Read when triton is first imported, and whenever a kernel is defined.
     os.environ["TRITON_INTERPRET"] = "1"
-    if HAS_TRITON:
+    if has("triton"):
         import triton.runtime.interpreter
 
         from chunkattn.interpreter import patch_bf16, patch_e4m3
@@ -44,15 +44,14 @@ class WalkTarget(Target):
 
 
 def _targets(*more: Target) -> list:
-    targets = [Target("torch", "cpu"), Target("triton", "cuda" if HAS_GPU else "cpu")]
+    targets = [Target("torch", "cpu"), Target("triton", TRITON_DEVICE)]
     if HAS_GPU:
         targets.append(Target("torch", "cuda"))
-    no_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
     return [
         pytest.param(
             t,
             id="-".join(t) + "-walk" * isinstance(t, WalkTarget),
-            marks=no_triton if t.backend == "triton" else (),
+            marks=needs_triton if t.backend == "triton" else (),
         )
         for t in (*targets, *more)
     ]
@@ -64,7 +63,7 @@ def target(request: pytest.FixtureRequest) -> Target:
     return request.param
 
 
-@pytest.fixture(params=_targets(WalkTarget("triton", "cuda" if HAS_GPU else "cpu")))
+@pytest.fixture(params=_targets(WalkTarget("triton", TRITON_DEVICE)))
 def attention_target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
     """`target`, and triton once more with the walk for blocks of every size."""
     if isinstance(request.param, WalkTarget):

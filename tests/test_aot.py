@@ -5,6 +5,7 @@ the pinned one. All is compiled in processes of its own, because in this one Tri
 interpreting.
 """
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -19,6 +20,7 @@ import pytest
 
 from chunkattn import aot, sass
 from chunkattn.aot_budgets import BUDGETS, RECORDED, Budget, Result
+from chunkattn.aot_launch import Shape
 from chunkattn.presets import PRESETS
 from tests.helpers.machine import needs_triton
 
@@ -42,6 +44,17 @@ ROW = {
     "padding_waste": float,
 }
 LOOP = {"role": str, "instructions": int, "mma": int, "tma": int, "async_copies": int}
+# Of one program: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; the
+# LDS of a CDNA 3 compute unit.
+SHARED_KIB = {
+    "sm_80": 163,
+    "sm_86": 99,
+    "sm_89": 99,
+    "sm_90": 227,
+    "sm_100": 227,
+    "sm_120": 99,
+    "gfx942": 64,
+}
 # The calls that ask for the most shared memory. Walks of fp32 compile for long.
 EXTREMES = [
     ("walk", 128, "bfloat16"),
@@ -108,7 +121,7 @@ def test_every_budget_of_the_kernels_is_there():
         assert most["walk", "sm_90", 1560, every_path, "tail"] == 270
         assert most["walk", "sm_90", 880, every_path, "stack"] == 0
     assert most["walk", "sm_90", 880, False, "slots / vLLM's"] == 1 / 9
-    assert {budget.arch for budget in BUDGETS if budget.kernel == "scatter"} == set(aot.ARCHS)
+    assert {budget.arch for budget in BUDGETS if budget.kernel == "scatter"} == set(sass.ARCHS)
 
 
 def test_a_budget_that_is_missed_says_so():
@@ -133,21 +146,19 @@ def test_what_is_recorded_belongs_to_a_budget_that_it_misses():
 def extremes() -> dict[str, list[dict]]:
     """The largest tiles of each kernel on each target."""
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        texts = threads.map(
-            lambda arch: run("-c", COMPILE, arch, json.dumps(EXTREMES)), aot.SHARED_KIB
-        )
+        texts = threads.map(lambda arch: run("-c", COMPILE, arch, json.dumps(EXTREMES)), SHARED_KIB)
         return {
             arch: [json.loads(line) for line in text.splitlines()]
-            for arch, text in zip(aot.SHARED_KIB, texts, strict=True)
+            for arch, text in zip(SHARED_KIB, texts, strict=True)
         }
 
 
-@pytest.mark.parametrize("arch", aot.SHARED_KIB)
+@pytest.mark.parametrize("arch", SHARED_KIB)
 def test_tiles_fit_the_gpu(extremes, arch):
     assert len(extremes[arch]) == len(EXTREMES)
     for row in extremes[arch]:
         name = {key: row[key] for key in ("kernel", "head_size", "dtype")}
-        assert 0 < row["shared_bytes"] <= aot.SHARED_KIB[arch] * 1024, name
+        assert 0 < row["shared_bytes"] <= SHARED_KIB[arch] * 1024, name
         assert 0 < row["registers"] <= (512 if arch == "gfx942" else 255), name
         if row["dtype"] == "bfloat16" and row["kernel"] == "walk":
             # sm_120 keeps 8 bytes there for one plain sequence, none with every path.
@@ -182,8 +193,29 @@ def test_padding_waste(arch, block_size, most):
     if computed < block_size:
         assert tiles.tail_n >= block_size - computed
         computed += tiles.tail_n
-    assert padding_waste(block_size, tiles) == pytest.approx(computed / block_size - 1)
-    assert 0 <= padding_waste(block_size, tiles) <= most
+    waste = padding_waste(block_size, tiles.block_n, tiles.tail_n)
+    assert waste == pytest.approx(computed / block_size - 1)
+    assert 0 <= waste <= most
+
+
+# -- jobs ------------------------------------------------------------------------------------------
+def test_nothing_is_compiled_twice():
+    """Movers were: `functools.partial` hashes by identity, so none was the same as another."""
+
+    def seen_by(job, argument):
+        if not isinstance(argument, Shape):
+            return argument
+        heads, kv_heads = argument.num_heads, argument.num_kv_heads
+        if job.func is not aot.compile_mover:
+            heads, kv_heads = heads // kv_heads, 1
+        return dataclasses.replace(argument, num_tokens=0, num_heads=heads, num_kv_heads=kv_heads)
+
+    jobs = aot.jobs(sass.ARCHS, PRESETS)
+    keys = [
+        (job.func, *(seen_by(job, argument) for argument in job.args), *job.keywords.items())
+        for job in jobs
+    ]
+    assert len(set(keys)) == len(jobs)
 
 
 # -- the command ----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ FRAME_TOKENS, EXTRA_TOKENS = 6, 25
 LAYER_ROW = 2 * 2 * 128 * 4  # bytes of one token's K and V: two heads of 128, float32
 
 
-# ------------------------------------------------------------------------------------- children
+# -- children --------------------------------------------------------------------------------------
 def broken(folder: Path) -> None:
     """Break the kernel in one way after the other; write the exit status of each run."""
     import torch
@@ -61,9 +61,9 @@ def broken(folder: Path) -> None:
 
 def forgotten(folder: Path) -> None:
     """An op that writes nothing must not be able to commit."""
-    from chunkattn.integrations import dreamzero_demo
+    from chunkattn.integrations import omni_op
 
-    dreamzero_demo.write_attend = lambda query, *_, **__: query.clone()
+    omni_op.write_attend = lambda query, *_: query.clone()
     try:
         cli.main(["demo", *SMALL, "--cycles=1", f"--out={folder}"])
     except Exception as error:
@@ -131,7 +131,7 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
-# ---------------------------------------------------------------------------------------- tests
+# -- tests -----------------------------------------------------------------------------------------
 @pytest.mark.slow
 @needs_vllm_omni
 @pytest.mark.parametrize(("backend", "steps"), [("torch", 2), ("triton", 1)])

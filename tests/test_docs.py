@@ -95,7 +95,8 @@ def test_padding_in_the_guide_and_in_its_picture():
     said = re.findall(r"(\d+) pay (\d+)(?: columns each)?, ([\d.]+) %", text)
     assert len(said) == 2
     for block_size, columns, share in said:
-        waste = padding_waste(int(block_size), walk_tiles(90, 128, 2, int(block_size), 128))
+        tiles = walk_tiles(90, 128, 2, int(block_size), 128)
+        waste = padding_waste(int(block_size), tiles.block_n, tiles.tail_n)
         assert round(waste * int(block_size)) == int(columns)
         assert round(100 * waste, 1) == float(share)
 

@@ -4,14 +4,9 @@ import pytest
 
 from chunkattn import LifecycleError, PoolExhaustedError
 from tests.helpers.frames import assert_as_fresh, forward, play
-from tests.helpers.rollout import (
-    RELATIONS,
-    Rollout,
-    Window,
-    make_cache,
-    one_thread,  # noqa: F401
-    state,
-)
+from tests.helpers.rollout import RELATIONS, Rollout, Window, make_cache, state
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tables(cache) -> dict[str, list[int]]:

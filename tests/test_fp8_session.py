@@ -6,7 +6,9 @@ import torch
 from chunkattn.cross_attention import CrossAttentionSpec
 from chunkattn.policy import Retrieval, SlidingWindow
 from tests.helpers.machine import needs_interpreter
-from tests.helpers.rollout import HEAD_SIZE, TG, make_cache, one_thread, page_bytes  # noqa: F401
+from tests.helpers.rollout import HEAD_SIZE, TG, make_cache, page_bytes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 FP8 = torch.float8_e4m3fn
 BACKENDS = ("torch", pytest.param("triton", marks=needs_interpreter))

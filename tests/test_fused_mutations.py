@@ -99,7 +99,7 @@ def test_kernel_fault_is_found(monkeypatch, tmp_path, fault):
     assert source.count(right) == 1, f"there are {source.count(right)} of {right!r}"
     (package / "fused.py").write_text(source.replace(right, wrong))
     monkeypatch.syspath_prepend(package.parent)
-    launch = importlib.import_module(f"{package.name}.fused").fused
-    monkeypatch.setattr(fused, "_triton_launch", lambda: launch)
+    module = importlib.import_module(f"{package.name}.fused")
+    monkeypatch.setattr(fused, "import_kernel", lambda name: module)
     with pytest.raises(AssertionError):
         check_all()

@@ -15,15 +15,9 @@ from chunkattn import (
 )
 from chunkattn.policy import Retrieval, SlidingWindow
 from tests.helpers.frames import forward, play
-from tests.helpers.rollout import (
-    RELATIONS,
-    TG,
-    Rollout,
-    Window,
-    make_cache,
-    one_thread,  # noqa: F401
-    state,
-)
+from tests.helpers.rollout import RELATIONS, TG, Rollout, Window, make_cache, state
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def start(num_commits: int = 0, **more) -> Rollout:

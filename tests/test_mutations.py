@@ -10,6 +10,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -237,19 +238,19 @@ def case_of_everything(block_size: int) -> AttentionCase:
     )
 
 
-def run_check(check: str, monkeypatch: pytest.MonkeyPatch, kernels: ops.Kernels) -> None:
-    """The check of that name of the kernels in force."""
+def run_check(check: str, monkeypatch: pytest.MonkeyPatch, walk: ModuleType) -> None:
+    """The check of that name, of the kernels in force, whose module ``walk`` is."""
     if check in ("scatter", "writes of fp8"):
         check_writes() if check == "scatter" else check_fp8_writes()
     elif check in ("segments", "segments of small blocks"):
         check_attention(case_of_everything(84 if check == "segments" else 12), "triton")
     elif check == "walk with descriptors":
-        launch = functools.partial(kernels.walk.walk, descriptors=True)
-        monkeypatch.setattr(kernels.walk, "walk", launch)
+        launch = functools.partial(walk.walk, descriptors=True)
+        monkeypatch.setattr(walk, "walk", launch)
         check_small_cases([torch.float16], 84)
     elif check == "split walk":
-        launch = functools.partial(kernels.walk.walk, num_programs=5)
-        monkeypatch.setattr(kernels.walk, "walk", launch)
+        launch = functools.partial(walk.walk, num_programs=5)
+        monkeypatch.setattr(walk, "walk", launch)
         for case in (*small_cases(torch.float32, 84)[1:3], case_of_waves()):
             check_attention(case, "triton")
     else:
@@ -535,13 +536,15 @@ FAULTS = {
 }
 
 
-def use_kernels(monkeypatch: pytest.MonkeyPatch, package: Path) -> ops.Kernels:
-    """Let the triton backend run the kernels of another folder."""
+def use_kernels(monkeypatch: pytest.MonkeyPatch, package: Path) -> ModuleType:
+    """Let the triton backend run the kernels of another folder. Returns its module of the walk."""
     monkeypatch.syspath_prepend(package.parent)
-    modules = (importlib.import_module(f"{package.name}.{name}") for name in ops.Kernels._fields)
-    kernels = ops.Kernels(*modules)
-    monkeypatch.setattr(ops, "_triton_kernels", lambda: kernels)
-    return kernels
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(f"{package.name}.{name}")
+
+    monkeypatch.setattr(ops, "import_kernel", load)
+    return load("walk")
 
 
 @needs_triton
@@ -557,9 +560,9 @@ def test_kernel_fault_is_found(monkeypatch, tmp_path, group, fault):
     source = (package / file).read_text()
     assert source.count(right) == 1, f"{file} has {source.count(right)} of {right!r}, must have one"
     (package / file).write_text(source.replace(right, wrong))
-    kernels = use_kernels(monkeypatch, package)
+    walk = use_kernels(monkeypatch, package)
     with pytest.raises(AssertionError):
-        run_check(check, monkeypatch, kernels)
+        run_check(check, monkeypatch, walk)
 
 
 @needs_triton
@@ -567,5 +570,4 @@ def test_kernel_fault_is_found(monkeypatch, tmp_path, group, fault):
 def test_kernels_without_a_fault_pass(monkeypatch, tmp_path, check):
     package = tmp_path / tmp_path.name
     shutil.copytree(KERNELS, package, ignore=shutil.ignore_patterns("__pycache__"))
-    kernels = use_kernels(monkeypatch, package)
-    run_check(check, monkeypatch, kernels)
+    run_check(check, monkeypatch, use_kernels(monkeypatch, package))

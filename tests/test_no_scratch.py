@@ -8,14 +8,9 @@ from chunkattn.ops import AttentionArguments, _attend
 from chunkattn.policy import PerLayer, SlidingWindow
 from chunkattn.testing import make_case, run_attention
 from tests.helpers.machine import needs_interpreter
-from tests.helpers.rollout import (
-    HEAD_SIZE,
-    TG,
-    Rollout,
-    make_cache,
-    one_thread,  # noqa: F401
-    state,
-)
+from tests.helpers.rollout import HEAD_SIZE, TG, Rollout, make_cache, state
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BACKENDS = ("torch", pytest.param("triton", marks=needs_interpreter))
 

@@ -19,15 +19,9 @@ from chunkattn.policy import (
 )
 from chunkattn.window import common, count, merged, runs, whole_block_gaps
 from tests.helpers.frames import assert_as_fresh, forward, play
-from tests.helpers.rollout import (
-    RELATIONS,
-    TG,
-    Rollout,
-    Window,
-    make_cache,
-    one_thread,  # noqa: F401
-    state,
-)
+from tests.helpers.rollout import RELATIONS, TG, Rollout, Window, make_cache, state
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def start(
@@ -153,6 +147,19 @@ def test_layers_with_windows_of_their_own(chunk, block):
         rollout.check_blocks(wide.resident(number + 1))
     with pytest.raises(ValueError, match="`layer` must be from 0 to 2, got 3"), rollout.open() as f:
         f.layer_plan(3)
+
+
+def test_groups_of_layers_are_what_a_policy_says_they_are():
+    """Of a policy of one's own, `layers` was checked, and then every layer saw the first view."""
+
+    class Mine(SlidingWindow):
+        layers = (0, 1)
+
+        def views(self):
+            return (SlidingWindow(1), self)
+
+    rollout = start(Mine(4), layers=2, window=4)
+    assert rollout.cache.view_of_layer == [0, 1]
 
 
 # -- retrieval ----------------------------------------------------------------------------------

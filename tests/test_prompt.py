@@ -6,13 +6,9 @@ import pytest
 
 from chunkattn import LifecycleError, PoolExhaustedError
 from tests.helpers.frames import assert_as_fresh, forward, play
-from tests.helpers.rollout import (
-    RELATIONS,
-    Window,
-    make_cache,
-    one_thread,  # noqa: F401
-    state,
-)
+from tests.helpers.rollout import RELATIONS, Window, make_cache, state
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(("chunk", "block"), RELATIONS)

@@ -5,15 +5,9 @@ import pytest
 
 from chunkattn import LifecycleError, StaleContextError
 from tests.helpers.frames import assert_as_fresh, forward, play
-from tests.helpers.rollout import (
-    RELATIONS,
-    TG,
-    Rollout,
-    Window,
-    make_cache,
-    one_thread,  # noqa: F401
-    state,
-)
+from tests.helpers.rollout import RELATIONS, TG, Rollout, Window, make_cache, state
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(("chunk", "block"), RELATIONS)

@@ -11,10 +11,11 @@ from tests.helpers.rollout import (
     Timeline,
     Window,
     make_cache,
-    one_thread,  # noqa: F401
     timeline_id,
     timelines,
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TIMELINES = timelines()
 

@@ -14,14 +14,9 @@ from chunkattn import (
     Session,
     StaleContextError,
 )
-from tests.helpers.rollout import (
-    TG,
-    Rollout,
-    Window,
-    make_cache,
-    one_thread,  # noqa: F401
-    state,
-)
+from tests.helpers.rollout import TG, Rollout, Window, make_cache, state
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def start(num_commits: int = 0, **more) -> Rollout:

@@ -16,15 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from chunkattn import LifecycleError, PoolExhaustedError, Session
-from tests.helpers.rollout import (
-    FP8,
-    Rollout,
-    Window,
-    make_cache,
-    one_thread,  # noqa: F401
-    page_bytes,
-    state,
-)
+from tests.helpers.rollout import FP8, Rollout, Window, make_cache, page_bytes, state
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LAYERS, CAPACITY, STEPS_OF_A_WALK = 2, 3, 50
 STEPS = int(os.environ.get("CHUNKATTN_STEPS", "10000"))

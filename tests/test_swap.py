@@ -6,13 +6,9 @@ import torch
 from chunkattn import LifecycleError, PoolExhaustedError, requests
 from chunkattn.pool import HostCopy, copy_blocks
 from tests.helpers.frames import assert_as_fresh, play
-from tests.helpers.rollout import (
-    RELATIONS,
-    Rollout,
-    make_cache,
-    one_thread,  # noqa: F401
-    state,
-)
+from tests.helpers.rollout import RELATIONS, Rollout, make_cache, state
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(("chunk", "block"), RELATIONS)

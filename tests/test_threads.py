@@ -11,11 +11,9 @@ from chunkattn import ARDiffusionKVCache, ForwardContext, PoolExhaustedError, re
 from chunkattn.policy import Retrieval, SlidingWindow
 from chunkattn.streams import Settling, Turn
 from tests.helpers.frames import play
-from tests.helpers.rollout import (
-    Rollout,
-    make_cache,
-    one_thread,  # noqa: F401
-)
+from tests.helpers.rollout import Rollout, make_cache
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

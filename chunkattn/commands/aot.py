@@ -2,6 +2,7 @@
 
 import argparse
 import multiprocessing
+import operator
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -9,8 +10,7 @@ from typing import Any
 
 from chunkattn.commands import MODEL, add_parser, require
 from chunkattn.presets import PRESETS
-
-ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+from chunkattn.sass import ARCHS
 
 
 def add(commands: Any) -> None:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(mp_context=context) as pool:
             done = track(
-                pool.map(_call, jobs),
+                pool.map(operator.call, jobs),
                 "compiling",
                 total=len(jobs),
                 console=Console(stderr=True),
@@ -80,7 +80,3 @@ def run(args: argparse.Namespace) -> int:
         compile_all(aot.jobs(args.arch or ARCHS, args.preset or sorted(PRESETS))), args.json
     )
     return 0
-
-
-def _call(job: Any) -> Any:
-    return job()

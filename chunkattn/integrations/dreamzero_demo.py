@@ -5,7 +5,6 @@ gives it what a server normally would: a process group of one, an attention back
 cross-attention, a picture to work on. Imported by the demo only; it loads vllm and vllm-omni.
 """
 
-import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,11 +26,8 @@ from vllm.distributed import (
 from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 from vllm_omni.diffusion.models.dreamzero.action_encoder import CategorySpecificLinear
 from vllm_omni.diffusion.models.dreamzero.causal_wan_model import CausalWanModel
-from vllm_omni.experimental.ar_diffusion.kv_cache import paged_attention
 from vllm_omni.platforms import current_omni_platform
 
-from chunkattn import ARDiffusionKVCache, ForwardContext
-from chunkattn.integrations.omni_op import Writes, write_attend
 from chunkattn.presets import get_preset
 
 DREAMZERO = get_preset("dreamzero_14b")
@@ -152,46 +148,6 @@ def build_model(
         if method is not None:
             method.process_weights_after_loading(module)
     return model
-
-
-class PagedOp:
-    """vllm-omni's paged-attention op on a CPU, by chunkattn from here to the end of the process."""
-
-    def __init__(self, cache: ARDiffusionKVCache, backend: str) -> None:
-        self._pools = [
-            (cache.flat_key_pool(layer), cache.flat_value_pool(layer))
-            for layer in range(cache.num_layers)
-        ]
-        self._writes = Writes([keys for keys, _ in self._pools])
-        op = functools.partial(write_attend, backend=backend)
-        paged_attention._paged_write_attn_op.register_kernel("cpu", op)
-
-    def bind(self, forward: ForwardContext, seq_len: int) -> list[Any]:
-        """Say which forward runs next.
-
-        Returns:
-            What the model takes as its ``kv_cache``: the same plan for every layer, on the
-            layer's own pools. Valid until ``forward`` is closed.
-        """
-        self._writes.forward = forward
-        slots = forward.slot_mapping
-        return [
-            paged_attention.ARDiffusionPagedLayerInputs(
-                layer_idx=torch.tensor(layer),
-                key_pool=keys,
-                value_pool=values,
-                block_size=forward.table_block_size,
-                seq_len=seq_len,
-                video_slots=slots[:seq_len],
-                action_slots=slots[seq_len:],
-                block_table=forward.block_table,
-                query_start_loc=forward.query_start_loc,
-                seq_lens=forward.seq_lens,
-                max_query_len=len(slots),
-                max_seq_len=forward.kv_len,
-            )
-            for layer, (keys, values) in enumerate(self._pools)
-        ]
 
 
 def photo_latents(geometry: Geometry, frames: int, seed: int) -> Tensor:

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from chunkattn import ARDiffusionKVCache, ARDiffusionKVConfig, ForwardContext, torch_backend
-from chunkattn.integrations.dreamzero_demo import Geometry, PagedOp
+from chunkattn.integrations.dreamzero_demo import Geometry
+from chunkattn.integrations.omni_op import Writes
+from chunkattn.integrations.omni_state import layer_inputs
+from chunkattn.integrations.vllm_omni import serve_op
 from chunkattn.rollout import Recorder
 
 
@@ -152,7 +155,8 @@ class PagedWay:
             backend=backend,
         )
         self.session = self.cache.open_session("robot")
-        self._op = PagedOp(self.cache, backend)
+        self._writes = Writes(list(map(self.cache.flat_key_pool, range(geometry.layers))), backend)
+        serve_op()
         self.recorder = Recorder(self.session)
 
     def reset(self) -> None:
@@ -173,9 +177,15 @@ class PagedWay:
         with self.session.forward(
             branch=branch, seq_len=seq_len, commit=call.commit, action_len=extra
         ) as planned:
+            self._writes.forward = planned
+            slots = (planned.slot_mapping[:seq_len], planned.slot_mapping[seq_len:])
+            layers = [
+                layer_inputs(self.cache, planned, layer, *slots)
+                for layer in range(self._geometry.layers)
+            ]
             video, action, _ = self._model(
                 seq_len=seq_len,
-                kv_cache=self._op.bind(planned, seq_len),
+                kv_cache=layers,
                 current_start_frame=call.first_frame,
                 **call.inputs,
                 **self._cross.arguments(branch),

@@ -26,13 +26,18 @@ class Writes:
     A commit needs every layer written. A CUDA graph writes without calling the op, so a layer
     that was captured in one counts as written when its arguments are handed out.
 
+    Args:
+        key_pools: of each layer.
+        backend: as of `chunkattn.paged_window_attention`; None is what the deployment asks for.
+
     Attributes:
         forward: the one that was prepared last: a worker runs one after the other. None where none
             is in flight, and then the op refuses the pools.
     """
 
-    def __init__(self, key_pools: list[Tensor]) -> None:
+    def __init__(self, key_pools: list[Tensor], backend: str | None = None) -> None:
         self.forward: ForwardContext | None = None
+        self.backend = backend
         self._captured: set[int] = set()
         self._layer_at = {pool.data_ptr(): layer for layer, pool in enumerate(key_pools)}
         _writes_of_pool.update((address, self) for address in self._layer_at)
@@ -89,8 +94,6 @@ def write_attend(
     stage_value: Tensor | None,
     reuse_history: bool,
     stage_first_block: int,
-    *,
-    backend: str | None = None,
 ) -> Tensor:
     """Write K and V of the span and of its action rows, then attend over the table.
 
@@ -107,7 +110,6 @@ def write_attend(
         query_start_loc: ``(num_seqs + 1,)`` int32.
         seq_lens: ``(num_seqs,)`` int32, visible keys.
         softmax_scale: of the scores.
-        backend: as of `chunkattn.paged_window_attention`; None is what the deployment asks for.
 
     Returns:
         As ``query``.
@@ -124,7 +126,7 @@ def write_attend(
     if writes is not None:
         writes.check()
     has_action = k_act is not None and v_act is not None and k_act.shape[0] > 0
-    backend = backend_asked() if backend is None else backend
+    backend = (writes and writes.backend) or backend_asked()
     out = torch.empty_like(query)
     ops.write_attend(
         query,

@@ -10,10 +10,37 @@ import torch
 from torch import Tensor
 from vllm_omni.experimental.ar_diffusion.kv_cache import paged_attention
 
+from chunkattn import cache as core
 from chunkattn.errors import LifecycleError, StaleContextError
 from chunkattn.forward import ForwardContext
 from chunkattn.integrations.omni_cache import ARDiffusionKVCache
 from chunkattn.manager import ARDiffusionRequestAdapter
+
+
+def layer_inputs(
+    cache: core.ARDiffusionKVCache,
+    forward: ForwardContext,
+    layer: int,
+    video_slots: Tensor,
+    action_slots: Tensor,
+) -> paged_attention.ARDiffusionPagedLayerInputs:
+    """What a model's layer takes: a planned forward, whose slots come as the model splits them."""
+    plan = forward.layer_plan(layer)
+    return paged_attention.ARDiffusionPagedLayerInputs(
+        layer_idx=paged_attention._layer_idx_tensor(layer),
+        key_pool=cache.flat_key_pool(layer),
+        value_pool=cache.flat_value_pool(layer),
+        block_size=forward.table_block_size,
+        seq_len=forward.seq_len,
+        video_slots=video_slots,
+        action_slots=action_slots,
+        block_table=plan.block_table,
+        query_start_loc=plan.query_start_loc,
+        seq_lens=plan.seq_lens,
+        max_query_len=forward.seq_len + forward.action_len,
+        # What the table can hold, for ever: a number that changes would be compiled anew.
+        max_seq_len=plan.block_table.shape[1] * forward.table_block_size,
+    )
 
 
 class ARDiffusionPagedForwardContext(paged_attention.ARDiffusionPagedForwardContext):
@@ -60,7 +87,6 @@ class ARDiffusionPagedForwardContext(paged_attention.ARDiffusionPagedForwardCont
         self.seq_lens = forward.seq_lens
         self.kv_len = forward.kv_len
         self.query_len = self.max_query_len = query_len
-        # What the table can hold, for ever: a number that changes would be compiled anew.
         self.max_seq_len = forward.block_table.shape[1] * forward.table_block_size
         self._allocated_video = self._prepared = True
 
@@ -73,22 +99,10 @@ class ARDiffusionPagedForwardContext(paged_attention.ARDiffusionPagedForwardCont
         """
         if self._forward is None:
             raise LifecycleError("`prepare` must come before `layer_inputs`")
-        plan = self._forward.layer_plan(layer_idx)
+        slots = (self.current_video_slot_mapping, self.action_slot_mapping)
+        inputs = layer_inputs(self.kv_cache, self._forward, layer_idx, *slots)
         self.kv_cache.writes.handed_out(layer_idx)
-        return paged_attention.ARDiffusionPagedLayerInputs(
-            layer_idx=paged_attention._layer_idx_tensor(layer_idx),
-            key_pool=self.kv_cache.flat_key_pool(layer_idx),
-            value_pool=self.kv_cache.flat_value_pool(layer_idx),
-            block_size=self._forward.table_block_size,
-            seq_len=self.seq_len,
-            video_slots=self.current_video_slot_mapping,
-            action_slots=self.action_slot_mapping,
-            block_table=plan.block_table,
-            query_start_loc=plan.query_start_loc,
-            seq_lens=plan.seq_lens,
-            max_query_len=self.max_query_len,
-            max_seq_len=self.max_seq_len,
-        )
+        return inputs
 
     def commit(self) -> None:
         """End the forward; a commit forward's K/V become history.

@@ -111,11 +111,10 @@ def _checked_backend(asked: str) -> str:
     from vllm.platforms import current_platform
 
     from chunkattn import ops
+    from chunkattn.integrations.omni_op import BACKEND_ENV
 
     if asked not in ops.BACKENDS:
-        raise ValueError(
-            f"`CHUNKATTN_BACKEND` must be one of {', '.join(ops.BACKENDS)}, got {asked!r}"
-        )
+        raise ValueError(f"`{BACKEND_ENV}` must be one of {', '.join(ops.BACKENDS)}, got {asked!r}")
     if asked != "auto":
         return asked
     device = torch.device("cuda" if current_platform.is_cuda_alike() else "cpu")

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 
 from chunkattn import ARDiffusionKVCache, ARDiffusionKVConfig, ForwardContext, Session
@@ -21,15 +20,6 @@ RELATIONS = [(4, 4), (4, 2), (4, 16), (24, 16), (6, 4), (4, 1), (5, 3)]
 """(chunk, block): equal, whole blocks, whole chunks, and edges inside blocks."""
 
 _NAMES = torch.randn(65536, HEAD_SIZE - 1, generator=torch.Generator().manual_seed(7))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """For modules that import it: waking a second thread costs more than such small tensors."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Window(NamedTuple):
