@@ -18,6 +18,7 @@ from chunkattn import cli, commands
 from tests.helpers.machine import needs_vllm_omni
 
 NEEDED = ("vllm", "vllm_omni", "matplotlib", "rich")
+ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--layers=2", "--heads=2", "--grid=2x3", "--quiet"]
 FRAME_TOKENS, EXTRA_TOKENS = 6, 25
 LAYER_ROW = 2 * 2 * 128 * 4  # bytes of one token's K and V: two heads of 128, float32
@@ -125,7 +126,7 @@ def run(command: list[str]) -> str:
     """Run a child on one thread, which is all that a small model can use; returns its output."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=500
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -172,7 +173,7 @@ def test_both_ways_agree(backend: str, steps: int, tmp_path: Path) -> None:
 def child(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that this file, run as a script, has filled."""
     folder = tmp_path_factory.mktemp("child")
-    run([__file__, str(folder)])
+    run(["-m", "tests.test_demo", str(folder)])
     return folder
 
 
