@@ -62,7 +62,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python bench/bench_attention.py --suite --budget 4 --append $(ARGS)
+	$(BIN)/python bench/bench_attention.py --suite --budget 3 --append $(ARGS)
 	$(BIN)/python bench/bench_rollout.py --append $(ARGS)
 	$(BIN)/python bench/bench_scatter.py --append $(ARGS)
 	$(BIN)/python bench/bench_plan.py --longest 1000 --append $(ARGS)

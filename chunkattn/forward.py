@@ -358,18 +358,23 @@ class ForwardContext:
         """The plan of a layer: the forward's own attributes are those of the first view's layers,
         and a policy with per-layer windows has others.
         """
-        if self._side.open_forward is not self or not self._has(layer):
+        if (
+            self._side.open_forward is not self
+            or type(layer) is not int
+            or not 0 <= layer < self._num_layers
+        ):
             self._refuse(layer)
         return self._side.plan_of_layer[layer]
 
     def mark_layer_written(self, layer: int) -> None:
         """Say that another op than ours wrote a layer's K and V to ``slot_mapping``."""
-        if self._side.open_forward is not self or not self._has(layer):
+        if (
+            self._side.open_forward is not self
+            or type(layer) is not int
+            or not 0 <= layer < self._num_layers
+        ):
             self._refuse(layer)
         self._written.add(layer)
-
-    def _has(self, layer: int) -> bool:
-        return type(layer) is int and 0 <= layer < self._num_layers
 
     def _refuse(self, layer: int) -> None:
         self._check_usable()
@@ -388,7 +393,7 @@ class ForwardContext:
     ) -> None:
         """What only the call can know: that the tensors have the planned rows and fit the pool."""
         cache = self.session.cache
-        if not self._has(layer):
+        if type(layer) is not int or not 0 <= layer < self._num_layers:
             cache._check_layer(layer)
         if not cache.table_pools:
             raise LifecycleError("the cache was built without tensors (device=None)")

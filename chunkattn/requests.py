@@ -25,12 +25,12 @@ from chunkattn.window import (
     Runs,
     ceil_div,
     common,
-    count,
     merged,
     part_of_blocks,
     runs,
     union,
     whole_block_gaps,
+    within,
 )
 
 logger = logging.getLogger("chunkattn.cache")  # a request's lines stand among its cache's
@@ -359,7 +359,7 @@ class Requests:
         Raises:
             LifecycleError: a chunk is not resident.
         """
-        if count(common(chunks, adapter.resident)) < count(chunks):
+        if not within(chunks, adapter.resident):
             left = {c for run in chunks for c in run} - {c for run in adapter.resident for c in run}
             raise LifecycleError(
                 f"request {adapter.request_id!r} must see chunks {sorted(left)}, which have left"

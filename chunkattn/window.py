@@ -117,6 +117,11 @@ def common(a: Runs, b: Runs) -> Runs:
     return tuple(found)
 
 
+def within(chunks: Runs, others: Runs) -> bool:
+    """Whether every one of ``chunks`` is in ``others``; every plan asks, so nothing is built."""
+    return all(any(y.start <= x.start and x.stop <= y.stop for y in others) for x in chunks)
+
+
 def count(chunks: Iterable[range]) -> int:
     """How many chunks there are."""
     return sum(map(len, chunks))
