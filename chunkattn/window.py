@@ -119,7 +119,13 @@ def common(a: Runs, b: Runs) -> Runs:
 
 def within(chunks: Runs, others: Runs) -> bool:
     """Whether every one of ``chunks`` is in ``others``; every plan asks, so nothing is built."""
-    return all(any(y.start <= x.start and x.stop <= y.stop for y in others) for x in chunks)
+    for x in chunks:
+        for y in others:
+            if y.start <= x.start and x.stop <= y.stop:
+                break
+        else:
+            return False
+    return True
 
 
 def count(chunks: Iterable[range]) -> int:
