@@ -9,6 +9,7 @@ same thing the last one counts. Results of a GPU get the same tables in ``docs/r
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -98,8 +99,7 @@ def _beside_vllm_omni(rows: list[Row], name: str = "vllm-omni") -> str:
             by_dtype.setdefault(row["dtype"], []).append(row)
     if {"float32", "bfloat16"} - set(by_dtype):
         return ""
-    shares = sorted(row["share_of_roof"][name] for row in by_dtype["float32"])
-    share = shares[len(shares) // 2]
+    share = statistics.median(row["share_of_roof"][name] for row in by_dtype["float32"])
     ratios = (f"{row['ratio'][name]:.0f} ({row['preset']})" for row in by_dtype["bfloat16"])
     return (
         f"\nIn float32 the median share of the roof of {name}'s reference is {share:.2f} in full "

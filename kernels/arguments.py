@@ -168,9 +168,21 @@ def strides(tensor: torch.Tensor | None, num_dims: int) -> tuple[int, ...]:
     return (0,) * num_dims if tensor is None else tensor.stride()[:num_dims]
 
 
+def row_strides(rows: torch.Tensor | None) -> RowStrides:
+    return RowStrides(*strides(rows, 2))
+
+
+def block_strides(pool: torch.Tensor) -> BlockStrides:
+    return BlockStrides(*strides(pool, 3))
+
+
+def entry_strides(entries: torch.Tensor | None) -> EntryStrides:
+    return EntryStrides(*strides(entries, 2))
+
+
 def scale_strides(scale: torch.Tensor | None) -> EntryStrides:
     """Strides of a scale: zeros where one number stands for every block and head."""
-    return EntryStrides(*(strides(scale, 2) if scale is not None and scale.dim() == 2 else (0, 0)))
+    return entry_strides(scale if scale is not None and scale.dim() == 2 else None)
 
 
 def find_arch(device: torch.device) -> int:

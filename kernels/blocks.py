@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import BlockStrides, strides
+from .arguments import block_strides
 from .tuning import scatter_tile
 
 
@@ -171,7 +171,7 @@ def copy(
     checked.
     """
     pools = (source_key, source_value, target_key, target_value)
-    steps = [BlockStrides(*strides(pool, 3)) for pool in pools]
+    steps = [block_strides(pool) for pool in pools]
     _launch(_copy_kernel, target_key, target_ids.shape[0], *pools, source_ids, target_ids, *steps)
 
 
@@ -193,8 +193,8 @@ def blend(
         target_ids,
         1 - weight,
         weight,
-        BlockStrides(*strides(key_pool, 3)),
-        BlockStrides(*strides(value_pool, 3)),
+        block_strides(key_pool),
+        block_strides(value_pool),
     )
 
 
@@ -212,6 +212,6 @@ def clear(
         value_pool,
         block_ids,
         bits,
-        BlockStrides(*strides(key_pool, 3)),
-        BlockStrides(*strides(value_pool, 3)),
+        block_strides(key_pool),
+        block_strides(value_pool),
     )

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import AttentionArguments, RowStrides, strides
+from .arguments import AttentionArguments, row_strides
 from .launch import batch_of
 from .primitives import store_tile, tile_rows, times
 from .split import even_shares, locate_tile, split_sizes
@@ -140,8 +140,8 @@ def merge(
         batch_of(inputs),
         inputs.out,
         inputs.lse,
-        RowStrides(*strides(inputs.out, 2)),
-        RowStrides(*strides(inputs.lse, 2)),
+        row_strides(inputs.out),
+        row_strides(inputs.lse),
         num_programs,
         HEAD_SIZE=head_size,
         BLOCK_D=padded_head_size(head_size),

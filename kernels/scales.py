@@ -8,7 +8,7 @@ clamped. A chunk is written by one call, so its scales fit it.
 import triton
 import triton.language as tl
 
-from .arguments import EntryStrides, RowStrides, ScatterArguments, strides
+from .arguments import ScatterArguments, entry_strides, row_strides
 from .tuning import padded_head_size
 
 LARGEST_E4M3 = tl.constexpr(448.0)
@@ -139,13 +139,10 @@ def set_block_scales(rows: ScatterArguments) -> None:
         rows.slot_mapping,
         rows.key_scale,
         rows.value_scale,
-        RowStrides(*strides(rows.key, 2)),
-        RowStrides(*strides(rows.value, 2)),
-        RowStrides(*strides(rows.key_extra, 2)),
-        RowStrides(*strides(rows.value_extra, 2)),
+        *map(row_strides, (rows.key, rows.value, rows.key_extra, rows.value_extra)),
         rows.slot_mapping.stride(0),
-        EntryStrides(*strides(rows.key_scale, 2)),
-        EntryStrides(*strides(rows.value_scale, 2)),
+        entry_strides(rows.key_scale),
+        entry_strides(rows.value_scale),
         num_tokens,
         num_rows - num_tokens,
         BLOCK_SIZE=rows.key_pool.shape[1],

@@ -9,7 +9,7 @@ stays NaN.
 import triton
 import triton.language as tl
 
-from .arguments import BlockStrides, RowStrides, ScatterArguments, scale_strides, strides
+from .arguments import ScatterArguments, block_strides, row_strides, scale_strides
 from .scales import as_stored, set_block_scales
 from .tuning import scatter_tile
 
@@ -132,12 +132,9 @@ def scatter(rows: ScatterArguments) -> None:
         rows.value_scale,
         num_tokens,
         num_rows - num_tokens,
-        RowStrides(*strides(rows.key, 2)),
-        RowStrides(*strides(rows.value, 2)),
-        RowStrides(*strides(rows.key_extra, 2)),
-        RowStrides(*strides(rows.value_extra, 2)),
-        BlockStrides(*strides(rows.key_pool, 3)),
-        BlockStrides(*strides(rows.value_pool, 3)),
+        *map(row_strides, (rows.key, rows.value, rows.key_extra, rows.value_extra)),
+        block_strides(rows.key_pool),
+        block_strides(rows.value_pool),
         scale_strides(rows.key_scale),
         scale_strides(rows.value_scale),
         rows.slot_mapping.stride(0),

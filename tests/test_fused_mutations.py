@@ -1,10 +1,5 @@
 """The checks of `norm_rope_scatter` find faults in its kernel: one planted after the other."""
 
-import importlib
-import importlib.util
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,13 +7,12 @@ import chunkattn
 from chunkattn import fused
 from tests.helpers.fused import FP8, check, make_inputs
 from tests.helpers.machine import TRITON_DEVICE, needs_triton
+from tests.helpers.planting import planted
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     needs_triton,
 ]
-
-KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 
 
 def check_all() -> None:
@@ -92,14 +86,7 @@ def test_kernel_without_a_fault_passes():
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_kernel_fault_is_found(monkeypatch, tmp_path, fault):
-    right, wrong = FAULTS[fault]
-    package = tmp_path / tmp_path.name  # a name that no other test has
-    shutil.copytree(KERNELS, package, ignore=shutil.ignore_patterns("__pycache__"))
-    source = (package / "fused.py").read_text()
-    assert source.count(right) == 1, f"there are {source.count(right)} of {right!r}"
-    (package / "fused.py").write_text(source.replace(right, wrong))
-    monkeypatch.syspath_prepend(package.parent)
-    module = importlib.import_module(f"{package.name}.fused")
-    monkeypatch.setattr(fused, "import_kernel", lambda name: module)
+    load = planted(monkeypatch, tmp_path, "fused.py", *FAULTS[fault])
+    monkeypatch.setattr(fused, "import_kernel", load)
     with pytest.raises(AssertionError):
         check_all()

@@ -4,12 +4,8 @@ A fault that no check notices here would pass unnoticed elsewhere too.
 """
 
 import functools
-import importlib
-import importlib.util
 import math
-import shutil
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -26,10 +22,10 @@ from chunkattn.testing import (
     with_needles,
 )
 from tests.helpers.machine import TRITON_DEVICE, needs_triton
+from tests.helpers.planting import planted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-KERNELS = Path(__file__).resolve().parent.parent / "kernels"
 FRAME = 880
 
 
@@ -536,17 +532,6 @@ FAULTS = {
 }
 
 
-def use_kernels(monkeypatch: pytest.MonkeyPatch, package: Path) -> ModuleType:
-    """Let the triton backend run the kernels of another folder. Returns its module of the walk."""
-    monkeypatch.syspath_prepend(package.parent)
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(f"{package.name}.{name}")
-
-    monkeypatch.setattr(ops, "import_kernel", load)
-    return load("walk")
-
-
 @needs_triton
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize(
@@ -554,20 +539,15 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, package: Path) -> ModuleType:
 )
 def test_kernel_fault_is_found(monkeypatch, tmp_path, group, fault):
     file, check, faults = FAULTS[group]
-    right, wrong = faults[fault]
-    package = tmp_path / tmp_path.name  # a name that no other test has
-    shutil.copytree(KERNELS, package, ignore=shutil.ignore_patterns("__pycache__"))
-    source = (package / file).read_text()
-    assert source.count(right) == 1, f"{file} has {source.count(right)} of {right!r}, must have one"
-    (package / file).write_text(source.replace(right, wrong))
-    walk = use_kernels(monkeypatch, package)
+    load = planted(monkeypatch, tmp_path, file, *faults[fault])
+    monkeypatch.setattr(ops, "import_kernel", load)
     with pytest.raises(AssertionError):
-        run_check(check, monkeypatch, walk)
+        run_check(check, monkeypatch, load("walk"))
 
 
 @needs_triton
 @pytest.mark.parametrize("check", sorted({check for _, check, _ in FAULTS.values()}))
 def test_kernels_without_a_fault_pass(monkeypatch, tmp_path, check):
-    package = tmp_path / tmp_path.name
-    shutil.copytree(KERNELS, package, ignore=shutil.ignore_patterns("__pycache__"))
-    run_check(check, monkeypatch, use_kernels(monkeypatch, package))
+    load = planted(monkeypatch, tmp_path)
+    monkeypatch.setattr(ops, "import_kernel", load)
+    run_check(check, monkeypatch, load("walk"))
