@@ -37,7 +37,6 @@ class Branch:
         self.open_forward: ForwardContext | None = None
         self.fetched: dict[int, ARDiffusionRequestAdapter] = {}
         self.plans: tuple[Plan, ...] = ()
-        self.plan_of_layer: list[Plan] = []
         self.plan_key: tuple[object, ...] = ()
         # Of the span planned last: what it sees, as chunks and as storage.
         self.seen: list[Runs] = []
@@ -52,7 +51,7 @@ class Branch:
                 + cache.policy.retrieved_chunks * chunk_size // part
                 + ceil_div(scratch_tokens, part),
                 max_rows=cache.window_chunks * chunk_size + scratch_tokens,
-                part=part,
+                slots_of_entry=cache.slots_of_entry,
                 device=cache.device,
             )
             for view in cache.views

@@ -56,6 +56,7 @@ class ForwardContext:
         self.num_chunks = seq_len // session.cache.spec.chunk_size
         self._side = branch
         self._num_layers = session.cache.num_layers
+        self._view_of_layer = session.cache.view_of_layer
         self._plans: tuple[Plan, ...] = ()
         self._written: set[int] = set()
         self._borrows = False
@@ -244,7 +245,6 @@ class ForwardContext:
                 for past, buffers in zip(side.past, side.buffers, strict=True)
             ]
         )
-        side.plan_of_layer = [side.plans[view] for view in cache.view_of_layer]
         side.plan_key = () if self._borrows else key
         return side.plans
 
@@ -325,7 +325,7 @@ class ForwardContext:
         if out is None:
             out = torch.empty_like(query, memory_format=torch.contiguous_format)
         key_pool, value_pool = cache.table_pools[layer]
-        plan = side.plan_of_layer[layer]
+        plan = self._plans[self._view_of_layer[layer]]
         arguments = (
             query,
             key,
@@ -364,7 +364,7 @@ class ForwardContext:
             or not 0 <= layer < self._num_layers
         ):
             self._refuse(layer)
-        return self._side.plan_of_layer[layer]
+        return self._plans[self._view_of_layer[layer]]
 
     def mark_layer_written(self, layer: int) -> None:
         """Say that another op than ours wrote a layer's K and V to ``slot_mapping``."""

@@ -10,6 +10,7 @@ import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,24 +155,27 @@ class ChunkWindowManager(SlidingWindowManager):
         super().__init__(kv_cache_spec, *args, **kwargs)
         # What compaction has taken out: whole blocks, as ranges of positions on the time line.
         self._gaps: dict[str, list[range]] = {}
-        self._sink = self.kv_cache_spec.sink_chunks * self.kv_cache_spec.chunk_size
-        self._sink_blocks = ceil_div(self._sink, self.block_size)
-        self.evicts = True
-        """Evict by the spec's window; else `drop` is told what leaves."""
-
-    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """Tokens after the sink that are out of the window."""
-        if not self.evicts:
-            return 0
         spec = self.kv_cache_spec
-        skipped: int = chunk_window_skipped_tokens(
-            num_computed_tokens,
+        self._skipped = partial(
+            chunk_window_skipped_tokens,
             chunk_size=spec.chunk_size,
             sliding_window=spec.sliding_window,
             sink_chunks=spec.sink_chunks,
             reset_at_boundary=spec.reset_at_boundary,
         )
-        return skipped
+        self._sink = spec.sink_chunks * spec.chunk_size
+        self._sink_blocks = ceil_div(self._sink, self.block_size)
+        # Storage of fewer tokens has no whole block between sink and window. Half of the calls are
+        # vLLM's before it allocates, when nothing has been committed since the last eviction.
+        self._least_with_gap = (
+            0 if spec.reset_at_boundary else self._sink + int(spec.sliding_window) + self.block_size
+        )
+        self.evicts = True
+        """Evict by the spec's window; else `drop` is told what leaves."""
+
+    def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Tokens after the sink that are out of the window."""
+        return self._skipped(num_computed_tokens) if self.evicts else 0
 
     def remove_skipped_blocks(
         self, request_id: str, total_computed_tokens: int, *args: Any, **kwargs: Any
@@ -180,6 +184,8 @@ class ChunkWindowManager(SlidingWindowManager):
 
         vLLM calls this before it allocates.
         """
+        if total_computed_tokens < self._least_with_gap:
+            return
         blocks = self.req_to_blocks.get(request_id, [])
         gap = self.gap(request_id, total_computed_tokens)
         if gap.start == gap.stop:

@@ -90,7 +90,8 @@ class PlanBuffers:
     Args:
         max_blocks: entries of the block table.
         max_rows: rows that a forward writes.
-        part: tokens of one entry of the block table.
+        slots_of_entry: ``(num_entries, part)`` int32, the slots of every block table entry, each of
+            ``part`` tokens; slot mappings are copied from it.
         device: where the kernels read the plan.
 
     Attributes:
@@ -100,13 +101,16 @@ class PlanBuffers:
         current_start_loc: ``(2,)`` int32.
     """
 
-    def __init__(self, max_blocks: int, max_rows: int, part: int, device: torch.device) -> None:
+    def __init__(
+        self, max_blocks: int, max_rows: int, slots_of_entry: np.ndarray, device: torch.device
+    ) -> None:
+        part = slots_of_entry.shape[1]
         table_start = 3 * _ALIGN
         slots_start = table_start + ceil_div(max_blocks, _ALIGN) * _ALIGN
-        size = slots_start + max_rows + part  # slots are written in whole parts
+        size = slots_start + (max_rows // part + 1) * part  # slots are written in whole parts
         self._part = part
-        self._offsets = np.arange(part, dtype=np.int32)
-        self._table = slice(table_start, table_start + max_blocks)
+        self._slots_of_entry = slots_of_entry
+        self._padding = [0] * max_blocks
         self._slots_start = slots_start
         self._slots: dict[int, torch.Tensor] = {}
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device)
@@ -119,9 +123,14 @@ class PlanBuffers:
                 torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)
             ]
             self._copied = [torch.cuda.Event() for _ in range(2)]
-        self._host = [staging.numpy() for staging in self._staging]
+        # Of each: all of it, its block table, and its slots by part.
+        table = slice(table_start, table_start + max_blocks)
+        self._host = [
+            (host, host[table], host[slots_start:].reshape(-1, part))
+            for host in (staging.numpy() for staging in self._staging)
+        ]
         self._turn = 0
-        self.block_table = self._buffer[self._table].unsqueeze(0)
+        self.block_table = self._buffer[table].unsqueeze(0)
         self.seq_lens = self._buffer[2 * _ALIGN : 2 * _ALIGN + 1]
         self.query_start_loc = self._buffer[0:2]
         self.current_start_loc = self._buffer[_ALIGN : _ALIGN + 2]
@@ -148,7 +157,7 @@ class PlanBuffers:
         if self._on_gpu:
             self._turn ^= 1
             self._copied[self._turn].synchronize()
-        host, part = self._host[self._turn], self._part
+        (host, table, slots), part = self._host[self._turn], self._part
         entries: list[int] = []
         paged = 0
         for extent in past:
@@ -159,14 +168,12 @@ class PlanBuffers:
         for extent in filter(None, (span, action)):
             entries += extent.entries(part)
             num_written += extent.stop - extent.start
-        table = host[self._table]
-        table[: len(entries)] = entries
-        table[len(entries) :] = 0
+        num_entries = len(entries)
+        table[:] = entries + self._padding[num_entries:]
         if num_written:
-            written = table[first_written : len(entries), None]
+            written = table[first_written:num_entries]
             # The span is a whole number of parts, so the action rows' slots follow its own.
-            slots = host[self._slots_start : self._slots_start + written.size * part]
-            np.add(written * part, self._offsets, out=slots.reshape(-1, part))
+            self._slots_of_entry.take(written, 0, slots[: len(written)], "clip")
         host[1] = span_len + action_len
         # Of the rows that are not written, the first kind: the other needs no bounds.
         host[_ALIGN + 1] = span_len if span is None else action_len if action is None else 0

@@ -168,10 +168,10 @@ class Requests:
         if num_tokens <= 0:
             raise ValueError(f"`num_tokens` must be positive, got {num_tokens}")
         self._check_live(adapter)
-        end = adapter.num_computed_tokens + num_tokens
+        computed = adapter.num_computed_tokens
+        end = computed + num_tokens
         # A block that is partly filled is written to: it must not be another request's as well.
-        filling = adapter.num_computed_tokens // self.block_size
-        shared = self._window_manager.shared(adapter.request_id, filling)
+        shared = self._window_manager.shared(adapter.request_id, computed // self.block_size)
         # vLLM cuts an allocation at max_model_len. Storage stays short, but a window may be longer.
         self.manager.max_model_len = max(self.manager.max_model_len, end)
         # Counted here too: vLLM counts short for a prefix that is longer than the window.
