@@ -247,10 +247,8 @@ def check_table_values(
                 f"be between 0 and {capacity}, what the {block_table.shape[1]} entries hold",
                 seq_len,
             )
-        used = block_table[seq, : -(-seq_len // block_size)]
-        if used.numel() and (int(used.min()) < 0 or int(used.max()) >= num_blocks):
+        used = block_table[seq, : -(-seq_len // block_size)].tolist()
+        if used and not 0 <= min(used) <= max(used) < num_blocks:
             raise refuse(
-                "block_table",
-                f"name blocks from 0 to {num_blocks - 1} for {seq_len} rows",
-                used.tolist(),
+                "block_table", f"name blocks from 0 to {num_blocks - 1} for {seq_len} rows", used
             )

@@ -109,6 +109,14 @@ def _runs(ids: torch.Tensor) -> list[tuple[int, int, int]]:
     return list(zip(numbers[begins].tolist(), begins, [*begins[1:], len(numbers)], strict=True))
 
 
+# Attention's rows are (1, num_kv_heads, rows, head_size), as torch's own attention takes them, and
+# its lse (1, num_kv_heads, rows). The query heads of one K/V head become more rows: without a mask
+# the same attention, and K/V are not copied.
+def _heads_first(rows: torch.Tensor) -> torch.Tensor:
+    """``(rows, num_kv_heads, head_size)`` as attention takes it: a view."""
+    return rows.transpose(0, 1).unsqueeze(0)
+
+
 @torch.no_grad()
 def attend(inputs: AttentionArguments) -> None:
     """`chunkattn.kernels.walk.walk` in torch."""
@@ -117,16 +125,20 @@ def attend(inputs: AttentionArguments) -> None:
         rows = slice(starts[s], starts[s + 1])
         if rows.start == rows.stop:  # torch's CPU kernel divides by the number of rows
             continue
-        out, lse = _attend_sequence(inputs, s, rows, seq_len)
-        inputs.out[rows] = out
-        if inputs.lse is not None and lse is not None:
-            inputs.lse[rows] = lse
+        found = _attend_sequence(inputs, s, rows, seq_len)
+        targets = (inputs.out,) if inputs.lse is None else (inputs.out, inputs.lse)
+        for target, result, of_no_key in zip(targets, found, (0.0, -math.inf), strict=False):
+            by_row = target[rows].transpose(0, 1)
+            if result is None:
+                by_row.fill_(of_no_key)
+            else:
+                by_row.copy_(result.reshape(by_row.shape))
 
 
 def _attend_sequence(
     inputs: AttentionArguments, s: int, rows: slice, seq_len: int
-) -> tuple[torch.Tensor | float, torch.Tensor | float | None]:
-    """out and lse of one sequence; both are numbers where it sees no key."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """out and lse of one sequence; None where it sees no key."""
     # Parts that only merging brings together are attended in float32.
     merged = inputs.num_segments > 1 or inputs.block_bias is not None
     merged = merged or inputs.key_pool.dtype == torch.float8_e4m3fn
@@ -139,7 +151,7 @@ def _attend_sequence(
         for key, value, bias in parts:
             part_out, part_lse = _attend_part(query, key, value, inputs.softmax_scale, want_lse)
             if part_lse is not None and bias is not None:
-                part_lse += bias
+                part_lse += bias.unsqueeze(-1)
             if out is None:
                 out, lse = part_out, part_lse
                 continue
@@ -148,15 +160,15 @@ def _attend_sequence(
             # out = lerp(out, part_out, its share of the sum of both)
             out.lerp_(part_out, torch.sigmoid(part_lse - lse).unsqueeze(-1))
             lse = torch.logaddexp(lse, part_lse)
-    return (0.0, -math.inf) if out is None else (out, lse)
+    return out, lse
 
 
 def _segments(
     inputs: AttentionArguments, s: int, rows: slice, seq_len: int, merged: bool
 ) -> Iterator[tuple[torch.Tensor, list["Part"]]]:
     """The query rows of each segment, and the parts of the keys that they attend to."""
-    block_size = inputs.key_pool.shape[1]
-    queries = inputs.query if inputs.query.dim() == 4 else inputs.query.unsqueeze(0)
+    _, block_size, num_kv_heads, _ = inputs.key_pool.shape
+    queries = inputs.query if inputs.query.dim() == 4 else (inputs.query,)
     blocks = inputs.segment_blocks[s].tolist() if inputs.segment_blocks is not None else []
     end = 0
     for segment, query in enumerate(queries):
@@ -176,20 +188,25 @@ def _segments(
             rows_of = [(key, value)]
             if inputs.key_extra is not None and inputs.value_extra is not None:
                 rows_of.append((inputs.key_extra, inputs.value_extra))
-            parts += [(k.float(), v.float(), None) if merged else (k, v, None) for k, v in rows_of]
+            for key, value in rows_of:
+                if merged:
+                    key, value = key.float(), value.float()
+                parts.append((_heads_first(key), _heads_first(value), None))
         query = query[rows].float() if merged else query[rows]
-        yield query, [part for part in parts if part[0].shape[0]]
+        query = query.transpose(0, 1).reshape(1, num_kv_heads, -1, query.shape[-1])
+        yield query, [part for part in parts if part[0].shape[2]]
 
 
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""K and V rows that are attended together, and what is added to their scores, ``(num_heads,)``."""
+"""K and V rows that are attended together, and what is added to their scores,
+``(num_kv_heads,)``.
+"""
 
 
 def _blocks(inputs: AttentionArguments, block_table: torch.Tensor, num_rows: int) -> list[Part]:
     """Each block's visible rows by themselves in float32, because each has its own factors."""
     global _copied_kv_bytes
-    group = inputs.out.shape[1] // inputs.key_pool.shape[2]
-    block_size = inputs.key_pool.shape[1]
+    block_size, bias = inputs.key_pool.shape[1], inputs.block_bias
     parts = []
     for i, block in enumerate(block_table[: -(-num_rows // block_size)].tolist()):
         count = min(block_size, num_rows - i * block_size)
@@ -201,8 +218,8 @@ def _blocks(inputs: AttentionArguments, block_table: torch.Tensor, num_rows: int
             )
         )
         _copied_kv_bytes += key.nbytes + value.nbytes
-        bias = inputs.block_bias
-        parts.append((key, value, None if bias is None else bias[block].repeat_interleave(group)))
+        own_bias = None if bias is None else bias[block]
+        parts.append((_heads_first(key), _heads_first(value), own_bias))
     return parts
 
 
@@ -213,17 +230,23 @@ def _runs_of_blocks(
     strided pool).
     """
     block_size = key_pool.shape[1]
-    table = block_table[: -(-num_rows // block_size)]
+    table = block_table[: -(-num_rows // block_size)].tolist()
     flat_key, flat_value = _flat(key_pool), _flat(value_pool)
     if flat_key is None or flat_value is None:
         rows = [min(block_size, num_rows - i * block_size) for i in range(len(table))]
-        ids = zip(table.tolist(), rows, strict=True)
-        return [(key_pool[block, :n], value_pool[block, :n], None) for block, n in ids]
+        return [
+            (_heads_first(key_pool[block, :n]), _heads_first(value_pool[block, :n]), None)
+            for block, n in zip(table, rows, strict=True)
+        ]
+    key, value = _heads_first(flat_key), _heads_first(flat_value)
     parts: list[Part] = []
-    for first, begin, end in _runs(table):
-        start = first * block_size
-        stop = start + min(end * block_size, num_rows) - begin * block_size
-        parts.append((flat_key[start:stop], flat_value[start:stop], None))
+    begin = 0
+    for end in range(1, len(table) + 1):
+        if end == len(table) or table[end] != table[end - 1] + 1:
+            length = min(end * block_size, num_rows) - begin * block_size
+            run = (2, table[begin] * block_size, length)
+            parts.append((key.narrow(*run), value.narrow(*run), None))
+            begin = end
     return parts
 
 
@@ -231,13 +254,13 @@ def _worth_merging(parts: list[Part]) -> bool:
     key = parts[0][0]
     if key.device.type != "cpu" or key.dtype != torch.float32:
         return False
-    return sum(k.shape[0] for k, *_ in parts) >= MIN_ROWS_PER_RUN * len(parts)
+    return sum(k.shape[2] for k, *_ in parts) >= MIN_ROWS_PER_RUN * len(parts)
 
 
 def _copy_together(parts: list[Part]) -> Part:
     global _copied_kv_bytes
-    key = torch.cat([k for k, _, _ in parts])
-    value = torch.cat([v for _, v, _ in parts])
+    key = torch.cat([k for k, _, _ in parts], 2)
+    value = torch.cat([v for _, v, _ in parts], 2)
     _copied_kv_bytes += key.nbytes + value.nbytes
     return key, value, None
 
@@ -249,31 +272,16 @@ def _attend_part(
     softmax_scale: float,
     want_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Dense attention of ``(q, heads, d)`` over ``(k, kv_heads, d)``: out ``(q, heads, d)``, lse
-    ``(q, heads)``.
-    """
-    num_rows, num_heads, head_size = query.shape
-    num_kv_heads = key.shape[1]
-    group = num_heads // num_kv_heads
-    # The query heads of one K/V head become more rows: without a mask the same attention, and K/V
-    # are not copied.
-    q = query.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3)
-    q = q.reshape(1, num_kv_heads, group * num_rows, head_size)
-    k, v = key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
-    part_lse: torch.Tensor | None = None
+    """Attention of ``query`` over one part of the keys: out and lse."""
     if key.device.type == "cpu":
         # The op behind scaled_dot_product_attention on a CPU; called directly because it also
         # returns the lse.
-        part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, scale=softmax_scale
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, scale=softmax_scale
         )
-    else:
-        part = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=softmax_scale)
-        if want_lse:
-            scores = q.float() @ k.float().transpose(-2, -1)
-            part_lse = torch.logsumexp(scores * softmax_scale, -1)
-    out = part.reshape(num_kv_heads, group, num_rows, head_size).permute(2, 0, 1, 3)
-    if part_lse is not None:
-        part_lse = part_lse.reshape(num_kv_heads, group, num_rows).permute(2, 0, 1)
-        part_lse = part_lse.reshape(num_rows, num_heads)
-    return out.reshape(num_rows, num_heads, head_size), part_lse
+        return out, lse
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=softmax_scale)
+    if not want_lse:
+        return out, None
+    scores = query.float() @ key.float().transpose(-2, -1)
+    return out, torch.logsumexp(scores * softmax_scale, -1)
