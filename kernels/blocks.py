@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .arguments import block_strides
-from .tuning import scatter_tile
+from .tuning import cdiv, scatter_tile
 
 
 @triton.jit
@@ -143,7 +143,7 @@ def _launch(kernel, pool: torch.Tensor, num_ids: int, *arguments: object) -> Non
     _, block_size, num_kv_heads, head_size = pool.shape
     columns = num_kv_heads * head_size
     block_t, block_c = scatter_tile(columns)
-    grid = (num_ids, triton.cdiv(block_size, block_t), triton.cdiv(columns, block_c))
+    grid = (num_ids, cdiv(block_size, block_t), cdiv(columns, block_c))
     if num_ids == 0:
         return
     kernel[grid](

@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .arguments import (
@@ -20,7 +19,7 @@ from .arguments import (
     strides,
 )
 from .primitives import LOG2E
-from .tuning import WalkTiles, padded_head_size
+from .tuning import WalkTiles, cdiv, padded_head_size
 
 arch_of = functools.cache(find_arch)  # which torch.compile may trace: it knows no caches
 
@@ -53,7 +52,7 @@ def launch_arguments(
     num_kv_heads = inputs.key_pool.shape[2]
     num_seqs = inputs.seq_lens.shape[0]
     if num_seqs == 1:
-        num_tiles = triton.cdiv(inputs.num_rows, tiles.block_m)
+        num_tiles = cdiv(inputs.num_rows, tiles.block_m)
     else:
         num_tiles = inputs.num_rows // tiles.block_m + num_seqs
     query_strides = inputs.query.stride()
@@ -128,10 +127,14 @@ def _descriptor_fits(pool: torch.Tensor) -> bool:
     )
 
 
-def block_descriptor(pool: torch.Tensor, rows: int) -> TensorDescriptor | None:
-    """The pool in boxes of one block, ``rows`` rows and one head; None for no rows."""
-    if not rows:
-        return None
+def block_descriptors(
+    key_pool: torch.Tensor, value_pool: torch.Tensor, rows: int
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """The pools in boxes of one block, ``rows`` rows and one head."""
+    return _block_descriptor(key_pool, rows), _block_descriptor(value_pool, rows)
+
+
+def _block_descriptor(pool: torch.Tensor, rows: int) -> TensorDescriptor:
     num_blocks, block_size, num_kv_heads, head_size = pool.shape
     shape, steps = [num_blocks, block_size, num_kv_heads * head_size], [*strides(pool, 2), 1]
     return TensorDescriptor(pool, shape, steps, [1, rows, head_size])

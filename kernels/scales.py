@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .arguments import ScatterArguments, entry_strides, row_strides
-from .tuning import padded_head_size
+from .tuning import cdiv, padded_head_size
 
 LARGEST_E4M3 = tl.constexpr(448.0)
 # A scale may become a divisor: a block of zeros has this one.
@@ -131,7 +131,7 @@ def set_block_scales(rows: ScatterArguments) -> None:
     """Launch. Writes ``key_scale`` and ``value_scale`` of the blocks whose first slot is mapped."""
     num_tokens, num_kv_heads, head_size = rows.key.shape
     num_rows, block_t = rows.slot_mapping.shape[0], 32
-    _block_scales_kernel[(triton.cdiv(num_rows, block_t), num_kv_heads)](
+    _block_scales_kernel[(cdiv(num_rows, block_t), num_kv_heads)](
         rows.key,
         rows.value,
         rows.key_extra,

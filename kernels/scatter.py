@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .arguments import ScatterArguments, block_strides, row_strides, scale_strides
 from .scales import as_stored, set_block_scales
-from .tuning import scatter_tile
+from .tuning import cdiv, scatter_tile
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def scatter(rows: ScatterArguments) -> None:
         set_block_scales(rows)
     columns = num_kv_heads * head_size
     block_t, block_c = scatter_tile(columns)
-    _scatter_kernel[(triton.cdiv(num_rows, block_t), triton.cdiv(columns, block_c))](
+    _scatter_kernel[(cdiv(num_rows, block_t), cdiv(columns, block_c))](
         rows.key,
         rows.value,
         rows.key_extra,

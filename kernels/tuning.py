@@ -1,5 +1,6 @@
 """Tile sizes: a pure function of the GPU and the call's shapes. Nothing is tuned at run time."""
 
+import functools
 from typing import NamedTuple
 
 # A tile of `walk` never spans two blocks, so small blocks would leave it mostly padding.
@@ -17,6 +18,11 @@ class WalkTiles(NamedTuple):
     num_warps: int
     num_stages: int
     count_tiles: bool  # along with the blocks of a table, where that is cheaper than to divide
+
+
+def cdiv(n: int, divisor: int) -> int:
+    """``n / divisor`` rounded up. `triton.cdiv` is for kernels: a call costs the host 5 µs."""
+    return -(-n // divisor)
 
 
 def next_power_of_2(n: int) -> int:
@@ -71,6 +77,7 @@ _TABLE = (
 _REST_N = 32
 
 
+@functools.lru_cache
 def walk_tiles(
     arch: int, head_size: int, element_size: int, block_size: int, num_rows: int
 ) -> WalkTiles:
@@ -103,6 +110,7 @@ def walk_tiles(
     )
 
 
+@functools.lru_cache
 def gather_tiles(arch: int, head_size: int, element_size: int, num_rows: int) -> WalkTiles:
     """Choose the tiles of `gather`: those of `walk` in one block that holds everything."""
     tiles = walk_tiles(arch, head_size, element_size, 1 << 30, num_rows)
@@ -128,7 +136,7 @@ def split_programs(num_tiles: int, num_multiprocessors: int) -> int:
     """
     if not num_multiprocessors:
         return 0
-    waves = -(-num_tiles // num_multiprocessors)
+    waves = cdiv(num_tiles, num_multiprocessors)
     busy = num_tiles / (waves * num_multiprocessors)
     return num_multiprocessors if busy < _BUSY_ENOUGH else 0
 

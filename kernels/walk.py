@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .arguments import AttentionArguments
-from .launch import arch_of, block_descriptor, descriptors_fit, launch_arguments, multiprocessors
+from .launch import arch_of, block_descriptors, descriptors_fit, launch_arguments, multiprocessors
 from .loops import attend_blocks, attend_rows
 from .merge import merge, new_workspace, store_record
 from .primitives import (
@@ -372,7 +372,11 @@ def walk(
     tiles = walk_tiles(arch, head_size, inputs.query.element_size(), block_size, inputs.num_rows)
     if descriptors is None:
         descriptors = arch >= 90 and descriptors_fit(key_pool, value_pool)
-    boxes = (tiles.block_n, tiles.tail_n) if descriptors else (0, 0)
+    blocks = tails = (None, None)
+    if descriptors:
+        blocks = tails = block_descriptors(key_pool, value_pool, tiles.block_n)
+        if tiles.tail_n != tiles.block_n:
+            tails = block_descriptors(key_pool, value_pool, tiles.tail_n)
     grid, arguments, constants = launch_arguments(inputs, tiles)
     if num_programs is None:
         num_programs = split_programs(grid[0] * grid[1], multiprocessors(device))
@@ -381,7 +385,8 @@ def walk(
         workspace = new_workspace(num_programs, tiles, head_size, device)
     _walk_kernel[(num_programs,) if num_programs else grid](
         *arguments,
-        *(block_descriptor(pool, n) for n in boxes for pool in (key_pool, value_pool)),
+        *blocks,
+        *tails,
         workspace,
         num_programs,
         **constants,
