@@ -35,8 +35,9 @@ def interleaved(
 
     Args:
         variants: name to call.
-        device: where they run; on a GPU CUDA events time them, and the L2 cache is flushed in
-            between; then it sleeps until the host has run ahead, so that no launch is timed.
+        device: where they run. The caches are flushed before each call, so that none gains by what
+            ran before it. On a GPU CUDA events time them, and it sleeps until the host has run
+            ahead, so that no launch is timed.
         rounds: counted calls of each variant, at most.
         budget: seconds after which no further round begins, once there are three.
         warm: every variant has run before.
@@ -44,7 +45,7 @@ def interleaved(
     Returns:
         Seconds of each counted call, for each name.
     """
-    timed = _gpu_timer(device) if device.type == "cuda" else _cpu_seconds
+    timed = _gpu_timer(device) if device.type == "cuda" else _cpu_timer()
     for call in () if warm else variants.values():
         call()
     seconds: dict[str, list[float]] = {name: [] for name in variants}
@@ -60,10 +61,16 @@ def interleaved(
     return seconds
 
 
-def _cpu_seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+def _cpu_timer() -> Callable[[Callable[[], object]], float]:
+    flush = torch.empty(128 << 20, dtype=torch.int8)
+
+    def seconds(call: Callable[[], object]) -> float:
+        flush.zero_()
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+
+    return seconds
 
 
 def _gpu_timer(device: torch.device) -> Callable[[Callable[[], object]], float]:

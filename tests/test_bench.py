@@ -46,11 +46,13 @@ def test_ratios_are_medians_over_rounds():
     assert timing.spread([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == [3.5, 2.0, 5.0]
 
 
-def test_variants_take_turns_and_the_budget_ends_them():
+def test_variants_take_turns_with_cold_caches_and_the_budget_ends_them(monkeypatch):
     calls: list[str] = []
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda rows: calls.append("flush"))
     variants = {name: lambda n=name: calls.append(n) for name in "ab"}
     seconds = timing.interleaved(variants, CPU, rounds=10, budget=0.0)
-    assert calls == ["a", "b"] * (1 + timing.FEWEST_ROUNDS)  # a warm-up that does not count
+    warm_up, timed = ["a", "b"], ["flush", "a", "flush", "b"]
+    assert calls == warm_up + timed * timing.FEWEST_ROUNDS
     assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys("ab", 3)
 
 
