@@ -8,6 +8,7 @@ bits each partial result would be rounded once more, so there (and where runs ar
 more than one run is copied together first.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -33,12 +34,18 @@ def copied_kv_bytes() -> int:
     return _copied_kv_bytes
 
 
+def _in_line(pool: torch.Tensor) -> bool:
+    """Whether a block's first slot is as far from the last one before it as any two slots are."""
+    num_blocks, block_size = pool.shape[:2]
+    return num_blocks == 1 or block_size == 1 or pool.stride(0) == block_size * pool.stride(1)
+
+
 def _flat(pool: torch.Tensor) -> torch.Tensor | None:
     """The pool as ``(num_slots, num_kv_heads, head_size)`` without a copy, or None where its
     strides forbid it.
     """
     num_blocks, block_size, num_kv_heads, head_size = pool.shape
-    if num_blocks > 1 and block_size > 1 and pool.stride(0) != block_size * pool.stride(1):
+    if not _in_line(pool):
         return None
     stride = pool.stride(1) if block_size > 1 else pool.stride(0)
     return pool.as_strided(
@@ -145,8 +152,6 @@ def _attend_sequence(
     out: torch.Tensor | None = None
     lse: torch.Tensor | None = None
     for query, parts in _segments(inputs, s, rows, seq_len, merged):
-        if len(parts) > 1 and not merged and not _worth_merging(parts):
-            parts = [_copy_together(parts)]
         want_lse = merged or len(parts) > 1 or inputs.lse is not None
         for key, value, bias in parts:
             part_out, part_lse = _attend_part(query, key, value, inputs.softmax_scale, want_lse)
@@ -173,42 +178,41 @@ def _segments(
     end = 0
     for segment, query in enumerate(queries):
         is_last = segment == len(queries) - 1
-        start, end = end, seq_len if is_last else min(seq_len, end + blocks[segment] * block_size)
+        start, end = end, seq_len
         if not is_last:
-            end = min(end, seq_len // block_size * block_size)
-        table = inputs.block_table[s, start // block_size :]
-        if merged:
-            parts = _blocks(inputs, table, end - start)
-        else:
-            parts = _runs_of_blocks(inputs.key_pool, inputs.value_pool, table, end - start)
+            whole = seq_len // block_size * block_size
+            end = min(whole, start + blocks[segment] * block_size)
+        own: list[Rows] = []
         if is_last and inputs.key_current is not None and inputs.value_current is not None:
             assert inputs.current_start_loc is not None
-            own = slice(*inputs.current_start_loc[s : s + 2].tolist())
-            key, value = inputs.key_current[own], inputs.value_current[own]
-            rows_of = [(key, value)]
+            current = slice(*inputs.current_start_loc[s : s + 2].tolist())
+            own.append((inputs.key_current[current], inputs.value_current[current]))
             if inputs.key_extra is not None and inputs.value_extra is not None:
-                rows_of.append((inputs.key_extra, inputs.value_extra))
-            for key, value in rows_of:
-                if merged:
-                    key, value = key.float(), value.float()
-                parts.append((_heads_first(key), _heads_first(value), None))
+                own.append((inputs.key_extra, inputs.value_extra))
+        table = inputs.block_table[s, start // block_size : -(-end // block_size)]
+        own = [pair for pair in own if len(pair[0])]
+        parts_of = _blocks if merged else _runs_or_copy
         query = query[rows].float() if merged else query[rows]
         query = query.transpose(0, 1).reshape(1, num_kv_heads, -1, query.shape[-1])
-        yield query, [part for part in parts if part[0].shape[2]]
+        yield query, parts_of(inputs, table, end - start, own)
 
 
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""K and V rows ``(rows, num_kv_heads, head_size)`` that came with the call."""
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """K and V rows that are attended together, and what is added to their scores,
 ``(num_kv_heads,)``.
 """
 
 
-def _blocks(inputs: AttentionArguments, block_table: torch.Tensor, num_rows: int) -> list[Part]:
+def _blocks(
+    inputs: AttentionArguments, table: torch.Tensor, num_rows: int, own: list[Rows]
+) -> list[Part]:
     """Each block's visible rows by themselves in float32, because each has its own factors."""
     global _copied_kv_bytes
     block_size, bias = inputs.key_pool.shape[1], inputs.block_bias
     parts = []
-    for i, block in enumerate(block_table[: -(-num_rows // block_size)].tolist()):
+    for i, block in enumerate(table.tolist()):
         count = min(block_size, num_rows - i * block_size)
         key, value = (
             pool[block, :count].float() * (1.0 if scale is None else scale[block].unsqueeze(-1))
@@ -220,49 +224,65 @@ def _blocks(inputs: AttentionArguments, block_table: torch.Tensor, num_rows: int
         _copied_kv_bytes += key.nbytes + value.nbytes
         own_bias = None if bias is None else bias[block]
         parts.append((_heads_first(key), _heads_first(value), own_bias))
+    parts += [(_heads_first(key.float()), _heads_first(value.float()), None) for key, value in own]
     return parts
 
 
-def _runs_of_blocks(
-    key_pool: torch.Tensor, value_pool: torch.Tensor, block_table: torch.Tensor, num_rows: int
+def _runs_or_copy(
+    inputs: AttentionArguments, table: torch.Tensor, num_rows: int, own: list[Rows]
 ) -> list[Part]:
-    """The visible rows as views of the pools, one a run of consecutive blocks (one a block in a
-    strided pool).
+    """The rows where they lie, one view a run of consecutive blocks (a block in a strided pool); or
+    all of them in one copy, where that is faster.
     """
-    block_size = key_pool.shape[1]
-    table = block_table[: -(-num_rows // block_size)].tolist()
-    flat_key, flat_value = _flat(key_pool), _flat(value_pool)
-    if flat_key is None or flat_value is None:
-        rows = [min(block_size, num_rows - i * block_size) for i in range(len(table))]
-        return [
-            (_heads_first(key_pool[block, :n]), _heads_first(value_pool[block, :n]), None)
-            for block, n in zip(table, rows, strict=True)
-        ]
-    key, value = _heads_first(flat_key), _heads_first(flat_value)
+    key_pool, value_pool = inputs.key_pool, inputs.value_pool
+    block_size, blocks = key_pool.shape[1], table.tolist()
+    in_line = _in_line(key_pool) and _in_line(value_pool)
+    begins = [
+        i for i, block in enumerate(blocks) if not i or not in_line or block != blocks[i - 1] + 1
+    ]
+    num_parts = len(begins) + len(own)
+    total = num_rows + sum([len(key) for key, _ in own])
+    in_place = key_pool.device.type == "cpu" and key_pool.dtype == torch.float32
+    if num_parts > 1 and not (in_place and total >= MIN_ROWS_PER_RUN * num_parts):
+        return [_copied_together(inputs, table, num_rows, own)]
     parts: list[Part] = []
-    begin = 0
-    for end in range(1, len(table) + 1):
-        if end == len(table) or table[end] != table[end - 1] + 1:
-            length = min(end * block_size, num_rows) - begin * block_size
-            run = (2, table[begin] * block_size, length)
-            parts.append((key.narrow(*run), value.narrow(*run), None))
-            begin = end
-    return parts
+    for begin, end in itertools.pairwise((*begins, len(blocks))):
+        count = min(end * block_size, num_rows) - begin * block_size
+        run = (blocks[begin], count)
+        parts.append((_run_of(key_pool, *run), _run_of(value_pool, *run), None))
+    return parts + [(_heads_first(key), _heads_first(value), None) for key, value in own]
 
 
-def _worth_merging(parts: list[Part]) -> bool:
-    key = parts[0][0]
-    if key.device.type != "cpu" or key.dtype != torch.float32:
-        return False
-    return sum(k.shape[2] for k, *_ in parts) >= MIN_ROWS_PER_RUN * len(parts)
+def _run_of(pool: torch.Tensor, block: int, num_rows: int) -> torch.Tensor:
+    """Rows from the first of a block on, as attention takes them: a view."""
+    _, block_size, num_kv_heads, head_size = pool.shape
+    stride_block, stride_slot, stride_head, _ = pool.stride()
+    return pool.as_strided(
+        (1, num_kv_heads, num_rows, head_size),
+        (0, stride_head, stride_slot if block_size > 1 else stride_block, 1),
+        pool.storage_offset() + block * stride_block,
+    )
 
 
-def _copy_together(parts: list[Part]) -> Part:
+def _copied_together(
+    inputs: AttentionArguments, table: torch.Tensor, num_rows: int, own: list[Rows]
+) -> Part:
     global _copied_kv_bytes
-    key = torch.cat([k for k, _, _ in parts], 2)
-    value = torch.cat([v for _, v, _ in parts], 2)
-    _copied_kv_bytes += key.nbytes + value.nbytes
-    return key, value, None
+    num_blocks, (_, *block_shape) = len(table), inputs.key_pool.shape
+    paged = num_blocks * block_shape[0]
+    own_rows = sum([len(key) for key, _ in own])
+    copies: list[torch.Tensor] = []
+    for i, pool in enumerate((inputs.key_pool, inputs.value_pool)):
+        rows = pool.new_empty((paged + own_rows, *block_shape[1:]))
+        blocks = rows[:paged].view(num_blocks, *block_shape)
+        torch.index_select(pool, 0, table, out=blocks)
+        end = num_rows  # what the last block holds behind it is written over, or left out
+        for pair in own:
+            rows[end : end + len(pair[i])] = pair[i]
+            end += len(pair[i])
+        copies.append(_heads_first(rows[:end]))
+        _copied_kv_bytes += copies[-1].nbytes
+    return copies[0], copies[1], None
 
 
 def _attend_part(
