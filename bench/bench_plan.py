@@ -11,16 +11,16 @@ code is timed. Of vllm-omni: ``get_kv_caches``, ``prepare``, ``to_layer_inputs``
 ours.
 """
 
+import functools
 import gc
 import logging
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, SupportsInt
 
 import torch
-from timing import arguments, conditions, record, speed_ratio, spread, table_of
+from timing import arguments, conditions, progress_bar, record, speed_ratio, spread, table_of
 
 from chunkattn.cache import ARDiffusionKVCache
 from chunkattn.config import ARDiffusionKVConfig
@@ -29,6 +29,8 @@ from chunkattn.presets import PRESETS, ModelPreset, get_preset
 GEOMETRIES = ("dreamzero_14b", "lingbot_world_v2", "longlive_2_5b")
 KINDS = ("first denoise", "repeated denoise", "commit")
 OURS, THEIRS = "chunkattn", "vllm-omni"
+ROUNDS = 200
+"""Spans that are timed around each span number."""
 Forward = Callable[[bool], SupportsInt]
 
 
@@ -134,26 +136,28 @@ def rollout(systems: dict[str, Forward], spans: int) -> dict[str, dict[str, list
     return seconds
 
 
-def long_rollout(forward: Forward, spans: tuple[int, ...]) -> dict[int, list[float]]:
-    """Seconds of a span, one denoise and one commit forward, around each of some span numbers."""
+def around_spans(make: Callable[[], Forward], numbers: tuple[int, ...]) -> dict[int, list[float]]:
+    """Seconds of a span, one denoise and one commit forward, around each of some span numbers.
+
+    Each number has a rollout of its own, and they are timed in turn: a clock that changes meets
+    them all.
+    """
     clock = time.perf_counter
-    around = 200
-    seconds: dict[int, list[float]] = {}
-    done = 0
-    for span in spans:
-        while done < span:
-            forward(True)
-            done += 1
-        gc.collect()
-        gc.disable()
-        seconds[span] = []
-        for _ in range(around):
+    rollouts = {number: make() for number in numbers}
+    with progress_bar() as progress:
+        for number, forward in rollouts.items():
+            for _ in progress.track(range(number), description=f"to span {number}"):
+                forward(True)
+    seconds: dict[int, list[float]] = {number: [] for number in numbers}
+    gc.collect()
+    gc.disable()
+    for _ in range(ROUNDS):
+        for number, forward in rollouts.items():
             began = clock()
             forward(False)
             forward(True)
-            seconds[span].append(clock() - began)
-        gc.enable()
-        done += around
+            seconds[number].append(clock() - began)
+    gc.enable()
     return seconds
 
 
@@ -184,14 +188,18 @@ def main() -> int:
     numbers = tuple(10**power for power in range(2, 10) if 10**power <= args.longest)
     for name in args.preset:
         preset = get_preset(name)
-        systems = {OURS: ours(preset, args.layers), THEIRS: theirs(preset, args.layers)}
+        makers = {
+            system: functools.partial(make, preset, args.layers)
+            for system, make in ((OURS, ours), (THEIRS, theirs))
+        }
+        systems = {system: make() for system, make in makers.items()}
         if not same_windows(systems, spans=50):
             print(f"{name}: the systems see different windows, so no times", file=sys.stderr)
             return 1
         seconds = rollout(systems, args.spans)
         # Theirs takes minutes to get to the last span, and is no claim of ours.
         reach = {OURS: numbers, THEIRS: numbers[:-1] or numbers}
-        by_span = {system: long_rollout(systems[system], reach[system]) for system in systems}
+        by_span = {system: around_spans(make, reach[system]) for system, make in makers.items()}
         row = {
             "benchmark": "plan",
             "preset": name,
@@ -208,9 +216,7 @@ def main() -> int:
                 for system, spans in by_span.items()
             },
             "flat": {
-                system: round(
-                    statistics.median(spans[max(spans)]) / statistics.median(spans[min(spans)]), 3
-                )
+                system: speed_ratio(spans[max(spans)], spans[min(spans)])
                 for system, spans in by_span.items()
             },
             **conditions(torch.device("cpu"), args.seed),

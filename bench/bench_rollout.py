@@ -17,8 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.progress import Progress
-from timing import arguments, conditions, find_device, record, speed_ratio, table_of
+from timing import arguments, conditions, find_device, progress_bar, record, speed_ratio, table_of
 from ways import (
     Geometry,
     Oracle,
@@ -78,7 +77,7 @@ class Play:
         found: dict[str, list[list[float]]] = {name: [] for name in self.ways}
         began = time.perf_counter()
         order = itertools.cycle(range(len(self.ways)))
-        with Progress(transient=True) as progress:
+        with progress_bar() as progress:
             task = progress.add_task("rollouts", total=rounds * len(self.steps))
             for done in range(rounds):
                 if done and time.perf_counter() - began > budget:

@@ -50,7 +50,7 @@ def interleaved(
         call()
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     began = time.perf_counter()
-    with Progress(transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("timing", total=len(variants) * rounds)
         for done in range(rounds):
             if done >= FEWEST_ROUNDS and time.perf_counter() - began > budget:
@@ -59,6 +59,11 @@ def interleaved(
                 seconds[name].append(timed(call))
                 progress.advance(task)
     return seconds
+
+
+def progress_bar() -> Progress:
+    """A bar on stderr that goes when the work is done: stdout is for results."""
+    return Progress(transient=True, console=Console(stderr=True))
 
 
 def _cpu_timer() -> Callable[[Callable[[], object]], float]:
