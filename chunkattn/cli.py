@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -11,6 +12,10 @@ from chunkattn import __version__
 EPILOG = (
     "`chunkattn COMMAND --help` says more. Exit status: 0 done, 1 a check failed, 2 cannot run."
 )
+
+
+_ENDED_BY_PIPE = 128 + 13
+"""What a shell reports of a program that SIGPIPE ends."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,7 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         status: int = args.run(args)
+        sys.stdout.flush()
     except CannotRunError as error:
         print(f"chunkattn {args.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _ENDED_BY_PIPE
     return status

@@ -140,6 +140,20 @@ def test_a_pipe_gets_json_and_nothing_else() -> None:
 
 
 # -- bench ---------------------------------------------------------------------------------------
+def test_a_pipe_that_is_closed_early_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "chunkattn", *CAPACITY, "--json"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_bench_lists_what_lies_in_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
     names = [path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")]
     assert cli.main(["bench", "--json"]) == 0
