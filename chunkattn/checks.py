@@ -148,16 +148,22 @@ def _scale(name: str, value: Any, key_pool: torch.Tensor) -> torch.Tensor:
     return scale.reshape(())
 
 
-def check_scale_values(
-    name: str, scale: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, size: int
+def check_block_values(
+    name: str,
+    values: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    size: int,
+    negative: bool = False,
 ) -> None:
-    """Look at the scales of visible blocks of ``size`` tokens; others may be anything."""
+    """Look at the scales or biases of visible blocks of ``size`` tokens; others may be anything."""
     entries = torch.arange(block_table.shape[1], device=block_table.device)
     visible = block_table[entries < ((seq_lens + size - 1) // size).unsqueeze(1)].long()
-    wrong = ~((scale[visible] >= 0) & (scale[visible] < math.inf))
+    found = values[visible]
+    wrong = ~(found.isfinite() & (negative | (found >= 0)))
     if bool(wrong.any()):
-        must = "be finite and not negative for every visible block"
-        raise refuse(name, must, float(scale[visible][wrong][0]))
+        must = f"be finite{'' if negative else ' and not negative'} for every visible block"
+        raise refuse(name, must, float(found[wrong][0]))
 
 
 def check_block_bias(block_bias: Any, key_pool: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,11 @@ from chunkattn.checks import (
     INDEX_DTYPES,
     POOL_DTYPES,
     check_block_bias,
+    check_block_values,
     check_both,
     check_device,
     check_key_value,
     check_pools,
-    check_scale_values,
     check_scales,
     check_segment_blocks,
     check_shape,
@@ -150,8 +150,9 @@ def paged_window_attention(
             attends to. The last one attends to the rest: blocks, the partly filled block, the
             current rows. All of them are one softmax. For keys whose position is relative to the
             window: the pool holds them unrotated, each query is rotated for its segment.
-        block_bias: ``(num_blocks, num_kv_heads)`` or ``(num_blocks,)`` float32, finite: added to
-            the scores (after ``softmax_scale``) of a block's keys; current rows have none.
+        block_bias: ``(num_blocks, num_kv_heads)`` or ``(num_blocks,)`` float32, finite (-1e30 hides
+            a block): added to the scores (after ``softmax_scale``) of a block's keys; current rows
+            have none.
 
     Returns:
         ``out``, or ``(out, lse)`` with ``lse`` ``(num_tokens, num_heads)`` float32. A row that sees
@@ -256,7 +257,10 @@ def paged_window_attention(
         check_table_values(block_table, seq_lens, num_blocks, block_size)
         for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
             if scale is not None and scale.dim() == 2:
-                check_scale_values(name, scale, block_table, seq_lens, block_size)
+                check_block_values(name, scale, block_table, seq_lens, block_size)
+        if block_bias is not None:
+            name, visible = "block_bias", (block_table, seq_lens, block_size)
+            check_block_values(name, block_bias, *visible, negative=True)
         if segment_blocks is not None and bool((segment_blocks < 0).any()):
             raise refuse("segment_blocks", "not be negative", segment_blocks.tolist())
 

@@ -409,3 +409,14 @@ def test_a_wrong_scale_of_a_visible_block_is_refused(name, scale):
     getattr(case, name)[case.block_table[0, 1], 0] = scale
     with pytest.raises(ValueError, match=f"^`{name}` must be finite and .+ block, got {scale}"):
         run_attention(case, "torch")
+
+
+@pytest.mark.parametrize("bias", (-math.inf, math.nan, math.inf))
+def test_a_bias_of_a_visible_block_is_finite(bias):
+    """-inf in the first block would make NaN of all rows."""
+    case = make_case(seq_lens=[70], query_lens=[5], block_size=64, biased=True)
+    case.block_bias[case.block_table[0, 0]] = bias
+    with pytest.raises(ValueError, match=f"^`block_bias` must be finite for .+, got {bias}"):
+        run_attention(case, "torch")
+    case.block_bias[case.block_table[0, 0]] = -1e30
+    assert run_attention(case, "torch")[0].isfinite().all()
