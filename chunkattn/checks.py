@@ -232,8 +232,11 @@ def check_slots(slot_mapping: torch.Tensor, num_slots: int) -> None:
         return
     if int(written.max()) >= num_slots:
         raise refuse("slot_mapping", f"stay below the pool's {num_slots} slots", int(written.max()))
-    if written.unique().numel() != written.numel():
-        raise refuse("slot_mapping", "name each slot at most once", slot_mapping.tolist())
+    slots, times = written.unique(return_counts=True)
+    if slots.numel() != written.numel():
+        slot, count = slots[times > 1][0], times[times > 1][0]
+        got = f"slot {int(slot)} {int(count)} times"
+        raise refuse("slot_mapping", "name each slot at most once", got)
 
 
 def check_start_loc_values(name: str, start_loc: torch.Tensor, num_rows: int) -> None:
@@ -255,6 +258,7 @@ def check_table_values(
             )
         used = block_table[seq, : -(-seq_len // block_size)].tolist()
         if used and not 0 <= min(used) <= max(used) < num_blocks:
+            wrong = next(block for block in used if not 0 <= block < num_blocks)
             raise refuse(
-                "block_table", f"name blocks from 0 to {num_blocks - 1} for {seq_len} rows", used
+                "block_table", f"name blocks from 0 to {num_blocks - 1} for {seq_len} rows", wrong
             )

@@ -195,7 +195,12 @@ good = torch.zeros(1, 4, 1, 8)
         (good, good[:, :3], [4, 5, 6, 7], "`value` must have shape \\(4, 1, 8\\)"),
         (good, good, [4, 5, 6], "`slot_mapping` must have shape \\(4,\\)"),
         (good, good, [4, 5, 6, 8], "`slot_mapping` must stay below the pool's 8 slots, got 8"),
-        (good, good, [4, 5, 6, 6], "`slot_mapping` must name each slot at most once"),
+        (
+            good,
+            good,
+            [4, 5, 6, 6],
+            "`slot_mapping` must name each slot at most once, got slot 6 2 times",
+        ),
         (good.expand(1, 4, 2, 8), good, [4, 5, 6, 7], "`key` must have shape \\(4, 1, 8\\)"),
     ],
 )
